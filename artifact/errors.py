@@ -1,0 +1,153 @@
+"""Owns the error classes of the artifact room and the one-line message that every room's errors share.
+
+A class stands for one broken rule; an instance carries where (``path``, ``tensor``), what was
+``expected``, what was ``found`` and the ``remedy``. Nothing here is caught: the command line prints
+``str(error)`` and exits 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class Ds4qError(Exception):
+    """A broken rule, told in one line: ``path: tensor: what: expected X, found Y; remedy``.
+
+    Parameters
+    ----------
+    what : overrides the class's ``rule``, the plain words for what is wrong
+    path : file or folder that breaks the rule
+    tensor : tensor name, where one is known
+    expected, found : values, formatted with ``str``
+    remedy : overrides the class's ``cure``, what the user can do
+    """
+
+    rule: ClassVar[str] = "failed"
+    cure: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        what: str | None = None,
+        *,
+        path: object = None,
+        tensor: str | None = None,
+        expected: Any = None,
+        found: Any = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what = self.rule if what is None else what
+        self.path = None if path is None else str(path)
+        self.tensor = tensor
+        self.expected = expected
+        self.found = found
+        self.remedy = self.cure if remedy is None else remedy
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        where = "".join(f"{part}: " for part in (self.path, self.tensor) if part)
+        seen = []
+        if self.expected is not None:
+            seen.append(f"expected {self.expected}")
+        if self.found is not None:
+            seen.append(f"found {self.found}")
+        text = where + self.what
+        if seen:
+            text += ": " + ", ".join(seen)
+        if self.remedy:
+            text += "; " + self.remedy
+        # One line whatever the file held: a name or value may carry line breaks or escapes.
+        return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+class ArtifactError(Ds4qError, ValueError):
+    """The bytes of an artifact, receipt or packed tensor break a rule of the format."""
+
+    rule = "not a valid artifact"
+
+
+class TruncatedError(ArtifactError):
+    """The file ends before what its own fields promise."""
+
+    rule = "file is too short"
+    cure = "copy or download the file again"
+
+
+class MagicError(ArtifactError):
+    """The first four bytes are not ``HFQM``."""
+
+    rule = "not an HFQ file"
+
+
+class VersionError(ArtifactError):
+    """A container version that this reader does not know."""
+
+    rule = "unsupported HFQ version"
+
+
+class HeaderError(ArtifactError):
+    """A header field is out of its range."""
+
+    rule = "bad header field"
+
+
+class MetadataError(ArtifactError):
+    """The metadata is not one strict JSON object."""
+
+    rule = "bad metadata"
+
+
+class IndexFieldError(ArtifactError):
+    """The tensor index is inconsistent, or runs into the payload."""
+
+    rule = "bad tensor index"
+
+
+class DuplicateTensorError(ArtifactError):
+    """Two index entries carry one name."""
+
+    rule = "tensor appears twice"
+
+
+class PayloadBoundsError(ArtifactError):
+    """A payload lies outside the file, or on top of another."""
+
+    rule = "payload out of bounds"
+
+
+class TensorTypeError(ArtifactError):
+    """A type number that is reserved, unknown or has no codec here."""
+
+    rule = "tensor type cannot be decoded"
+
+
+class PayloadSizeError(ArtifactError):
+    """A payload's length is not what type and shape demand."""
+
+    rule = "payload length does not fit type and shape"
+
+
+class PayloadValueError(ArtifactError):
+    """Payload bytes that the type forbids (a NaN scale, a bad row header, an index out of range)."""
+
+    rule = "illegal payload bytes"
+
+
+class UnknownTensorError(ArtifactError, KeyError):
+    """A tensor that the artifact does not hold."""
+
+    rule = "no such tensor"
+
+    __str__ = Ds4qError.__str__  # KeyError would print the repr
+
+
+class ReceiptError(ArtifactError):
+    """A receipt that cannot be read, or that belongs to another file."""
+
+    rule = "bad receipt"
+
+
+class ChangedError(ArtifactError):
+    """The file was replaced or modified while it was open."""
+
+    rule = "file changed while it was open"
+    cure = "run the command again on a file that nothing writes to"

@@ -1,0 +1,6 @@
+"""Lets ``python -m ds4q`` do what the ``ds4q`` command does."""
+
+from ds4q.cli import main
+
+if __name__ == "__main__":
+    main()
