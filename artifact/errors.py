@@ -1,4 +1,4 @@
-"""Owns the error classes of the artifact room and the one-line message that every room's errors share.
+"""Owns the error classes of the artifact room, and the one-line message of every room's errors.
 
 A class stands for one broken rule; an instance carries where (``path``, ``tensor``), what was
 ``expected``, what was ``found`` and the ``remedy``. Nothing here is caught: the command line prints
@@ -127,7 +127,7 @@ class PayloadSizeError(ArtifactError):
 
 
 class PayloadValueError(ArtifactError):
-    """Payload bytes that the type forbids (a NaN scale, a bad row header, an index out of range)."""
+    """Payload bytes that the type forbids: a NaN scale, a bad row header, an id out of range."""
 
     rule = "illegal payload bytes"
 

@@ -39,5 +39,5 @@ class FastPath(Generic[P, R]):
 
 
 def jit(function: F) -> F:
-    """Compile with numba: no GIL, cached on disk, no floating-point reassociation or contraction."""
+    """Compile with numba: no GIL, cached on disk, floating point exactly as written."""
     return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))

@@ -1,0 +1,440 @@
+"""Owns the HFQ container: layout constants and the strict reader. Never writes, never decodes.
+
+The reader checks in a fixed order: magic, version, offsets, metadata, index, digests, bounds.
+Nothing is allocated from a number that has not been compared with the file's length. ``FORMAT.md``
+states every ruling with its reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ds4q.artifact.errors import (
+    ChangedError,
+    DuplicateTensorError,
+    HeaderError,
+    IndexFieldError,
+    MagicError,
+    MetadataError,
+    PayloadBoundsError,
+    TruncatedError,
+    UnknownTensorError,
+    VersionError,
+)
+from ds4q.artifact.metadata import (
+    MAX_METADATA_BYTES,
+    front_digest,
+    metadata_digest,
+    object_length,
+    parse_metadata,
+)
+
+MAGIC = b"HFQM"
+UNFINISHED_MAGIC = b"HFQ!"
+VERSION_WRITTEN = 1
+VERSIONS_READ = (1, 2)
+HEADER = struct.Struct("<4sIIIQQ")  # magic, version, arch_id, n_tensors, metadata_, data_offset
+HEADER_BYTES = 32
+ALIGNMENT = 4096
+ARCH_DEEPSEEK4 = 9
+NAME_LENGTH = struct.Struct("<H")
+ENTRY_HEAD = struct.Struct("<BB")  # quant_type, n_dims
+ENTRY_TAIL = struct.Struct("<IQ")  # group_size, data_size
+ENTRY_OFFSET = struct.Struct("<Q")  # version 2: payload offset / 32
+ENTRY_FIXED_BYTES = {1: 16, 2: 24}
+OFFSET_UNIT = 32
+MAX_FRONT_BYTES = 512 << 20
+
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One index entry: ``shape`` in logical elements (out, in), ``offset`` in the file."""
+
+    name: str
+    type_id: int
+    shape: tuple[int, ...]
+    group_size: int
+    nbytes: int
+    offset: int
+
+
+def printable(name: str) -> bool:
+    """Whether a tensor name is free of control characters (and of NUL)."""
+    return not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name)
+
+
+class _IndexCursor:
+    """Takes fields from the index bytes; every field must end at or before data_offset."""
+
+    def __init__(self, raw: memoryview, path: object) -> None:
+        self.raw, self.path, self.at = raw, path, 0
+
+    def take(self, n: int, field: str, number: int) -> memoryview:
+        end = self.at + n
+        if end > len(self.raw):
+            raise IndexFieldError(
+                f"index entry {number} runs past data_offset",
+                path=self.path,
+                found=f"{field} needs {n} bytes, {len(self.raw) - self.at} left",
+            )
+        part = self.raw[self.at : end]
+        self.at = end
+        return part
+
+
+class Reader:
+    """An open HFQ file whose structure has been validated; payloads are read with pread.
+
+    Parameters
+    ----------
+    path : the file
+    base : offset of a container that lies inside a larger file (version 1 only)
+
+    Attributes
+    ----------
+    tensors : name -> entry, in index order
+    metadata, metadata_raw : the parsed object and its bytes
+    warnings : what is legal but unusual; ``strict_warnings`` adds what published files also do
+    payload_end : first byte after the last payload
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, base: int = 0) -> None:
+        self.path = Path(path)
+        self.base = base
+        self.warnings: list[str] = []
+        self.strict_warnings: list[str] = []
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._identity = self._stat()
+            self.file_bytes = self._identity[2]
+            self._open()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; reading afterwards is an error."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _stat(self) -> tuple[int, int, int, int]:
+        s = os.fstat(self._fd)
+        if os.path.isdir(self.path):
+            raise MagicError(path=self.path, found="a folder")
+        return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """Raise ``ChangedError`` if length or modification time differ from those at open."""
+        if self._stat() != self._identity:
+            raise ChangedError(path=self.path)
+
+    # ------------------------------------------------------------------ reading
+
+    def pread_into(self, out: U8, offset: int) -> None:
+        """Fill ``out`` (1-D) from file ``offset``; a short read raises ``TruncatedError``."""
+        view = memoryview(out)
+        done = 0
+        while done < len(view):
+            n = os.preadv(self._fd, [view[done:]], offset + done)
+            if n == 0:
+                raise TruncatedError(
+                    path=self.path,
+                    expected=f"{len(view)} bytes at offset {offset}",
+                    found=f"{done}",
+                )
+            done += n
+
+    def entry(self, name: str) -> TensorEntry:
+        """The index entry of ``name``; exact match only."""
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise UnknownTensorError(path=self.path, tensor=name) from None
+
+    def read_into(self, entry: TensorEntry, out: U8, start: int = 0) -> None:
+        """Fill ``out`` with the payload bytes of ``entry`` from byte ``start`` on."""
+        if start < 0 or start + out.nbytes > entry.nbytes:
+            raise PayloadBoundsError(
+                path=self.path,
+                tensor=entry.name,
+                expected=f"at most {entry.nbytes} bytes",
+                found=f"{start}+{out.nbytes}",
+            )
+        self.pread_into(out, entry.offset + start)
+
+    def read(self, name: str) -> U8:
+        """The whole payload of ``name`` as a fresh 1-D array."""
+        entry = self.entry(name)
+        out = np.empty(entry.nbytes, dtype=np.uint8)
+        self.read_into(entry, out)
+        return out
+
+    # ------------------------------------------------------------------ opening
+
+    def _open(self) -> None:
+        available = self.file_bytes - self.base
+        if available < HEADER_BYTES:
+            raise TruncatedError(
+                path=self.path, expected=f"at least {HEADER_BYTES} bytes", found=available
+            )
+        header = np.empty(HEADER_BYTES, dtype=np.uint8)
+        self.pread_into(header, self.base)
+        self.header_raw = header.tobytes()
+        fields = HEADER.unpack(self.header_raw)
+        magic, self.version, self.arch_id, count, metadata_offset, data_offset = fields
+        if magic != MAGIC:
+            unfinished = magic == UNFINISHED_MAGIC
+            raise MagicError(
+                "unfinished version-2 file" if unfinished else None,
+                path=self.path,
+                expected=MAGIC,
+                found=magic,
+            )
+        if self.version not in VERSIONS_READ:
+            raise VersionError(path=self.path, expected="1 or 2", found=self.version)
+        if self.version == 2 and self.base:
+            raise VersionError("version 2 inside another file is not supported", path=self.path)
+        if data_offset > available:
+            raise TruncatedError(
+                path=self.path, expected=f"at least {data_offset} bytes", found=available
+            )
+        if not HEADER_BYTES <= metadata_offset < data_offset:
+            raise HeaderError(
+                "metadata_offset out of range",
+                path=self.path,
+                expected=f"{HEADER_BYTES} to {data_offset - 1}",
+                found=metadata_offset,
+            )
+        if data_offset - metadata_offset > MAX_FRONT_BYTES:
+            raise HeaderError(
+                "metadata and index are too long",
+                path=self.path,
+                expected=f"at most {MAX_FRONT_BYTES} bytes",
+                found=data_offset - metadata_offset,
+            )
+        if metadata_offset != HEADER_BYTES:
+            self.warnings.append(f"metadata_offset is {metadata_offset}, not {HEADER_BYTES}")
+        if data_offset % ALIGNMENT:
+            self.strict_warnings.append(f"data_offset {data_offset} is not {ALIGNMENT}-aligned")
+        self.data_offset = self.base + data_offset
+        self._read_front(count, metadata_offset, data_offset)
+
+    def _read_front(self, count: int, metadata_offset: int, data_offset: int) -> None:
+        front_bytes = np.empty(data_offset - metadata_offset, dtype=np.uint8)
+        self.pread_into(front_bytes, self.base + metadata_offset)
+        front = memoryview(front_bytes)
+        end = object_length(front, self.path)
+        self.metadata_raw = bytes(front[:end])
+        self.metadata = parse_metadata(self.metadata_raw, self.path)
+        cursor = _IndexCursor(front[end:], self.path)
+        entries = self._read_index(cursor, count)
+        self.index_raw = bytes(cursor.raw[: cursor.at])
+        padding = cursor.raw[cursor.at :]
+        if padding.nbytes and np.frombuffer(padding, dtype=np.uint8).any():
+            self.strict_warnings.append("the padding between index and payload is not zero")
+        self._check_front_digests()
+        self._place(entries)
+
+    def _check_front_digests(self) -> None:
+        """Files of ds4q carry digests of metadata and index: a changed byte is refused at open."""
+        ours = self.metadata.get("ds4q")
+        if ours is None:
+            if str(self.metadata.get("hipfire_quant_recipe", "")).startswith("ds4q"):
+                raise MetadataError("metadata lost its 'ds4q' object", path=self.path)
+            return
+        if not isinstance(ours, dict):
+            raise MetadataError("metadata key 'ds4q' is not an object", path=self.path)
+        checks = (
+            ("metadata_xxh3", metadata_digest(self.metadata_raw), MetadataError, "metadata"),
+            (
+                "index_xxh3",
+                front_digest(self.header_raw, self.index_raw),
+                IndexFieldError,
+                "header or index",
+            ),
+        )
+        for key, found, kind, what in checks:
+            if ours.get(key) != found:
+                raise kind(
+                    f"{what} does not match its own digest ds4q.{key}",
+                    path=self.path,
+                    expected=ours.get(key),
+                    found=found,
+                    remedy="the file is damaged: copy it again or re-create it",
+                )
+
+    def _read_index(self, cursor: _IndexCursor, count: int) -> list[TensorEntry]:
+        (repeated,) = struct.unpack("<I", cursor.take(4, "tensor count", 0))
+        if repeated != count:
+            raise IndexFieldError(
+                "index count differs from header count",
+                path=self.path,
+                expected=count,
+                found=repeated,
+            )
+        room = (len(cursor.raw) - 4) // ENTRY_FIXED_BYTES[self.version]
+        if count > room:
+            raise IndexFieldError(
+                "more tensors than the index has room for",
+                path=self.path,
+                expected=f"at most {room}",
+                found=count,
+            )
+        entries: list[TensorEntry] = []
+        seen: dict[str, int] = {}
+        for number in range(count):
+            entry = self._read_entry(cursor, number)
+            first = seen.setdefault(entry.name, number)
+            if first != number:
+                raise DuplicateTensorError(
+                    path=self.path, tensor=entry.name, found=f"entries {first} and {number}"
+                )
+            entries.append(entry)
+        return entries
+
+    def _read_entry(self, cursor: _IndexCursor, number: int) -> TensorEntry:
+        (length,) = NAME_LENGTH.unpack(cursor.take(2, "name length", number))
+        raw_name = bytes(cursor.take(length, "name", number))
+        try:
+            name = raw_name.decode("utf-8")
+        except UnicodeDecodeError:
+            raise IndexFieldError(
+                f"name of index entry {number} is not UTF-8", path=self.path, found=raw_name
+            ) from None
+        if not name or not printable(name):
+            raise IndexFieldError(
+                f"name of index entry {number} is empty or holds control characters",
+                path=self.path,
+                found=repr(name),
+            )
+        type_id, n_dims = ENTRY_HEAD.unpack(cursor.take(2, "type and dims", number))
+        shape = struct.unpack(f"<{n_dims}I", cursor.take(4 * n_dims, "dims", number))
+        if 0 in shape:
+            raise IndexFieldError("a dim is 0", path=self.path, tensor=name, found=list(shape))
+        group_size, nbytes = ENTRY_TAIL.unpack(cursor.take(12, "sizes", number))
+        offset = -1  # version 1 records none: it is the running sum
+        if self.version == 2:
+            (unit,) = ENTRY_OFFSET.unpack(cursor.take(8, "offset", number))
+            offset = unit * OFFSET_UNIT
+        return TensorEntry(name, type_id, shape, group_size, nbytes, offset)
+
+    def _place(self, entries: list[TensorEntry]) -> None:
+        """Give every entry its absolute offset and check it against the file's length."""
+        self.tensors: dict[str, TensorEntry] = {}
+        at = self.data_offset
+        for entry in entries:
+            start = at if self.version == 1 else entry.offset
+            if start < self.data_offset:
+                raise PayloadBoundsError(
+                    path=self.path,
+                    tensor=entry.name,
+                    expected=f"offset of at least {self.data_offset}",
+                    found=start,
+                )
+            at = start + entry.nbytes
+            if at > self.file_bytes:
+                raise TruncatedError(
+                    "payload runs past the end of the file",
+                    path=self.path,
+                    tensor=entry.name,
+                    expected=f"{at} bytes",
+                    found=f"{self.file_bytes}",
+                )
+            self.tensors[entry.name] = TensorEntry(
+                entry.name, entry.type_id, entry.shape, entry.group_size, entry.nbytes, start
+            )
+        self.payload_end = max(
+            (e.offset + e.nbytes for e in self.tensors.values()), default=self.data_offset
+        )
+        if self.version == 2:
+            self._check_version2()
+        self._check_trailing()
+
+    def _check_version2(self) -> None:
+        in_order = sorted(self.tensors.values(), key=lambda e: (e.offset, e.nbytes))
+        for before, after in itertools.pairwise(in_order):
+            if before.offset + before.nbytes > after.offset:
+                raise PayloadBoundsError(
+                    f"payload overlaps that of {before.name}",
+                    path=self.path,
+                    tensor=after.name,
+                    expected=f"offset of at least {before.offset + before.nbytes}",
+                    found=after.offset,
+                )
+        self.front_metadata = self.metadata
+        tail = self.metadata.get("tail_metadata")
+        if tail is None:
+            return
+        self.metadata = self._read_tail(tail)
+
+    def _read_tail(self, tail: Any) -> dict[str, Any]:
+        """Version 2 keeps config and tokenizer in a JSON tail behind the payload."""
+        fields = tail if isinstance(tail, dict) else {}
+        offset, size = fields.get("offset"), fields.get("size")
+        if (
+            not isinstance(offset, int)
+            or not isinstance(size, int)
+            or offset % OFFSET_UNIT
+            or offset < self.payload_end
+            or not 0 < size <= MAX_METADATA_BYTES
+            or offset + size > self.file_bytes
+        ):
+            raise MetadataError(
+                "tail_metadata does not describe a range behind the payload",
+                path=self.path,
+                found=f"offset {offset}, size {size}",
+            )
+        raw = np.empty(size, dtype=np.uint8)
+        self.pread_into(raw, offset)
+        declared = fields.get("hash")
+        value = declared.get("value") if isinstance(declared, dict) else None
+        found = xxhash.xxh64(raw.tobytes(), seed=0).hexdigest()
+        if value is not None and value != found:
+            raise MetadataError(
+                "tail metadata does not match its hash", path=self.path, expected=value, found=found
+            )
+        parsed = parse_metadata(raw.tobytes(), self.path)
+        full = parsed.get("metadata")
+        if not isinstance(full, dict):
+            raise MetadataError("tail holds no 'metadata' object", path=self.path)
+        self.payload_end = offset + size
+        return full
+
+    def _check_trailing(self) -> None:
+        extra = self.file_bytes - self.payload_end
+        self.embedded_at: int | None = None
+        if extra <= 0:
+            return
+        head = np.empty(min(4, extra), dtype=np.uint8)
+        self.pread_into(head, self.payload_end)
+        if head.tobytes() == MAGIC:
+            self.embedded_at = self.payload_end
+            self.warnings.append(
+                f"another HFQ container begins at byte {self.payload_end} ({extra} bytes)"
+            )
+        else:
+            self.warnings.append(f"{extra} bytes follow the last payload")

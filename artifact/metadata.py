@@ -1,0 +1,106 @@
+"""Owns the metadata JSON of an artifact: strict parsing, canonical bytes, and its own digests.
+
+Knows no key but ``ds4q.metadata_xxh3``; what the other keys mean is said where they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import xxhash
+
+from ds4q.artifact.errors import MetadataError
+
+MAX_METADATA_BYTES = 256 << 20
+MAX_NESTING = 256
+BLANK_DIGEST = " " * 32  # what metadata_xxh3 is replaced by while it is computed
+
+_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
+
+
+def canonical(value: Any) -> bytes:
+    """Sorted keys, no spaces, raw UTF-8; NaN, infinity and lone surrogates are refused."""
+    try:
+        text = json.dumps(
+            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        )
+        return text.encode("utf-8")
+    except (ValueError, UnicodeEncodeError) as error:
+        raise MetadataError("metadata cannot be written as JSON", found=str(error)) from None
+
+
+def seal(metadata: dict[str, Any]) -> bytes:
+    """Canonical bytes of ``metadata`` with ``ds4q.metadata_xxh3`` filled in; the input is kept."""
+    blanked = metadata | {"ds4q": metadata["ds4q"] | {"metadata_xxh3": BLANK_DIGEST}}
+    digest = xxhash.xxh3_128(canonical(blanked)).hexdigest()
+    return canonical(blanked | {"ds4q": blanked["ds4q"] | {"metadata_xxh3": digest}})
+
+
+def front_digest(header: bytes, index: bytes) -> str:
+    """xxh3-128 (hex) of the 32 header bytes and the index, count included: ``ds4q.index_xxh3``."""
+    return xxhash.xxh3_128(header + index).hexdigest()
+
+
+def metadata_digest(raw: bytes) -> str | None:
+    """xxh3-128 (hex) of ``raw`` with ``metadata_xxh3`` blanked; None where it is not there once."""
+    parts = re.split(rb'(?<="metadata_xxh3":")([0-9a-f]{32}|[ ]{32})(?=")', raw)
+    if len(parts) != 3:
+        return None
+    return xxhash.xxh3_128(parts[0] + BLANK_DIGEST.encode() + parts[2]).hexdigest()
+
+
+def parse_metadata(raw: bytes, path: object = None) -> dict[str, Any]:
+    """One strict JSON object: UTF-8, no duplicate key, no NaN or infinity, no lone surrogate."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            names = [k for k, _ in pairs]
+            twice = next(k for k in names if names.count(k) > 1)
+            raise MetadataError("metadata has a key twice", path=path, found=repr(twice))
+        return out
+
+    def refuse(word: str) -> Any:
+        raise MetadataError("metadata holds a number that JSON forbids", path=path, found=word)
+
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise MetadataError("metadata holds a lone surrogate", path=path) from error
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start}"
+        raise MetadataError("metadata is not UTF-8", path=path, found=found) from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise MetadataError("metadata is not JSON", path=path, found=str(error)) from None
+    except MetadataError:
+        raise
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise MetadataError("metadata is not usable JSON", path=path, found=str(error)) from None
+    if not isinstance(parsed, dict):
+        raise MetadataError("metadata is not a JSON object", path=path)
+    return parsed
+
+
+def object_length(front: memoryview, path: object) -> int:
+    """Length of the JSON object that ``front`` starts with, by a string-aware bracket scan."""
+    if not front or front[0] != ord("{"):
+        found = repr(bytes(front[:8]))
+        raise MetadataError("metadata must begin with '{'", path=path, found=found)
+    depth = 0
+    for token in _STRUCTURE.finditer(front):
+        char = front[token.start()]
+        if char in b"{[":
+            depth += 1
+            if depth > MAX_NESTING:
+                found = f"more than {MAX_NESTING} levels"
+                raise MetadataError("metadata is nested too deeply", path=path, found=found)
+        elif char in b"}]":
+            depth -= 1
+            if depth == 0:
+                if token.end() > MAX_METADATA_BYTES:
+                    raise MetadataError("metadata is too long", path=path, found=token.end())
+                return token.end()
+    raise MetadataError("metadata object never closes before data_offset", path=path)

@@ -1,0 +1,170 @@
+"""Owns the table of tensor types: number, name, block geometry. Every size derives from it.
+
+Numbers are HFQ's (hipfire ``docs/quant-formats/qt-register.txt``), a different space from GGML's:
+21 is HFP4G32 here and IQ3_S there. Nothing here decodes; codecs live in ``formats/``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ds4q.artifact.errors import IndexFieldError, PayloadSizeError, TensorTypeError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """One row of the table.
+
+    ``block`` elements take ``block_bytes``. With ``row_header_bytes`` a tensor is rows of
+    (header, K / block blocks); without, blocks run over the row-major data. ``block`` 0: the length
+    of this upstream type is not known here. ``group_size`` is what the index entry carries.
+    ``codec`` names the module in ``formats/`` that decodes it, or is empty.
+    """
+
+    id: int
+    name: str
+    block: int = 0
+    block_bytes: int = 0
+    row_header_bytes: int = 0
+    tensor_header_bytes: int = 0
+    group_size: int = 0
+    codec: str = ""
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of one row of ``k`` elements, header included."""
+        if not self.block or k <= 0 or k % self.block:
+            raise PayloadSizeError(
+                f"{self.name} cannot hold rows of this length",
+                expected=f"a multiple of {self.block}",
+                found=k,
+            )
+        return self.row_header_bytes + k // self.block * self.block_bytes
+
+    def payload_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a whole tensor of logical ``shape`` (out, ..., in); ``()`` is one element."""
+        elements = math.prod(shape)
+        if self.row_header_bytes:
+            k = shape[-1] if shape else 1
+            return self.tensor_header_bytes + elements // k * self.row_bytes(k)
+        return self.tensor_header_bytes + self.row_bytes(elements)
+
+
+F16 = TensorType(1, "F16", 1, 2, codec="plain")
+F32 = TensorType(2, "F32", 1, 4, codec="plain")
+Q8F16 = TensorType(3, "Q8F16", 32, 34, group_size=32, codec="q8f16")
+BF16 = TensorType(16, "BF16", 1, 2, codec="plain")
+HFP4G32 = TensorType(21, "HFP4G32", 32, 17, row_header_bytes=16, group_size=32, codec="hfp4g32")
+TIDI32 = TensorType(22, "TidI32", 1, 4, codec="plain")
+
+# Types that hipfire defines and ds4q can name and size, but does not decode.
+_UPSTREAM = (
+    TensorType(0, "Q4F16G64"),
+    TensorType(4, "Q4K"),
+    TensorType(5, "Q8HFQ"),
+    TensorType(6, "HFQ4G256", 256, 136, group_size=256),
+    TensorType(7, "HFQ4G128"),
+    TensorType(8, "HFQ6G256"),
+    TensorType(9, "HFQ2G256"),
+    TensorType(10, "HFQ2G128"),
+    TensorType(11, "HFQ3G256"),
+    TensorType(12, "HFQ3G128"),
+    TensorType(13, "MQ4G256", 256, 136, group_size=256),
+    TensorType(14, "MQ8G256"),
+    TensorType(15, "MQ6G256", 256, 200, group_size=256),
+    TensorType(17, "MQ3G256", 256, 104, group_size=256),
+    TensorType(18, "MQ2G256", 256, 72, group_size=256),
+    TensorType(19, "MQ2G256Lloyd", 256, 72, group_size=256),
+    TensorType(20, "MQ3G256Lloyd", 256, 112, group_size=256),
+    TensorType(24, "MFP4G32", 32, 17, row_header_bytes=16, group_size=32),
+    TensorType(28, "PARO4G128"),
+    TensorType(29, "PARO4G128T"),
+    TensorType(30, "MQ4G256Lloyd", 256, 160, group_size=256),
+    TensorType(31, "MQ5G256", 256, 168, group_size=256),
+    TensorType(
+        32, "MFP4G32Lloyd", 32, 17, row_header_bytes=16, tensor_header_bytes=32, group_size=32
+    ),
+    TensorType(33, "MFP4G32P", 32, 17, row_header_bytes=16, group_size=32),
+    TensorType(34, "MFP4G32E8", 32, 17, row_header_bytes=16, group_size=32),
+    TensorType(35, "MFP4G32E8SOA"),
+    TensorType(36, "MFP3G32E8", 32, 13, row_header_bytes=16, group_size=32),
+    TensorType(37, "MFP2G32E8", 32, 9, row_header_bytes=16, group_size=32),
+    TensorType(38, "MQ2G256GL", 256, 66, group_size=256),
+    TensorType(39, "MQ3G256GL", 256, 98, group_size=256),
+    TensorType(40, "TQ2G128", 128, 34, group_size=128),
+    TensorType(41, "BQ1G128", 128, 18, group_size=128),
+    TensorType(44, "MQ4G256V2", 256, 136, group_size=256),
+    TensorType(45, "MQ4CG256", 256, 136, group_size=256),
+    TensorType(47, "MQ6G256V2", 256, 200, group_size=256),
+    TensorType(48, "MQ5G256V2", 256, 168, group_size=256),
+    TensorType(49, "MQ3G256V2", 256, 104, group_size=256),
+    TensorType(50, "MQ2G256V2", 256, 72, group_size=256),
+    TensorType(51, "MQ2G256LloydU", 256, 72, group_size=256),
+    TensorType(52, "MQ4G256V2Lloyd", 256, 136, group_size=256),
+    TensorType(53, "MQ4G128V2"),
+)
+
+TYPES: dict[int, TensorType] = {
+    t.id: t for t in (F16, F32, Q8F16, BF16, HFP4G32, TIDI32, *_UPSTREAM)
+}
+BY_NAME: dict[str, TensorType] = {t.name: t for t in TYPES.values()}
+
+# Never to be assigned: upstream keeps them reserved, and 43 is burned.
+RESERVED_IDS = frozenset({23, 25, 26, 27, 43})
+
+if len(BY_NAME) != len(TYPES) or RESERVED_IDS & TYPES.keys():
+    raise RuntimeError("artifact/types.py: a type name or number is used twice")
+if HFP4G32.row_bytes(4096) != 2192 or HFP4G32.row_bytes(2048) != 1104:
+    raise RuntimeError("artifact/types.py: HFP4G32 rows have a wrong length")
+
+
+def type_of(type_id: int, *, path: object = None, tensor: str | None = None) -> TensorType:
+    """The table row of ``type_id``; reserved and unknown numbers raise ``TensorTypeError``."""
+    found = TYPES.get(type_id)
+    if found is None:
+        word = "reserved" if type_id in RESERVED_IDS else "unknown"
+        raise TensorTypeError(f"{word} tensor type {type_id}", path=path, tensor=tensor)
+    return found
+
+
+def decodable(type_id: int, *, path: object = None, tensor: str | None = None) -> TensorType:
+    """As ``type_of``, and refuses a type for which ds4q has no codec."""
+    found = type_of(type_id, path=path, tensor=tensor)
+    if not found.codec:
+        raise TensorTypeError(
+            f"ds4q has no codec for tensor type {found.id} ({found.name})", path=path, tensor=tensor
+        )
+    return found
+
+
+def check_entry(
+    type_id: int,
+    shape: tuple[int, ...],
+    group_size: int,
+    nbytes: int,
+    *,
+    path: object = None,
+    tensor: str | None = None,
+) -> None:
+    """Compare group size and length with the table; a type of unknown length passes."""
+    kind = type_of(type_id, path=path, tensor=tensor)
+    if not kind.block:
+        return
+    if group_size != kind.group_size:
+        raise IndexFieldError(
+            f"wrong group size for {kind.name}",
+            path=path,
+            tensor=tensor,
+            expected=kind.group_size,
+            found=group_size,
+        )
+    try:
+        expected = kind.payload_bytes(shape)
+    except PayloadSizeError as error:
+        raise PayloadSizeError(
+            error.what, path=path, tensor=tensor, expected=error.expected, found=error.found
+        ) from None
+    if nbytes != expected:
+        raise PayloadSizeError(
+            path=path, tensor=tensor, expected=f"{expected} bytes", found=f"{nbytes} bytes"
+        )
