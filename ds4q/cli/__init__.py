@@ -1,0 +1,174 @@
+"""Owns the ``ds4q`` group: which commands exist, and what an error becomes. No command's work.
+
+A command is a module here that exposes ``command``; it is imported when it is called, so that
+``ds4q --help`` needs neither numpy nor numba. Every way to end is decided in ``ending``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn, TextIO
+
+import click
+
+from ds4q import __version__
+from ds4q.cli.common import VERBOSE, Terminated, one_line, say
+
+COMMANDS = {
+    "quantize": "Turn a DeepSeek-V4 checkpoint into an HFQ artifact.",
+    "verify": "Prove that an artifact is sound and equal to its source.",
+    "inspect": "Show what is in an artifact, a receipt or a checkpoint.",
+    "run": "Generate text from an artifact.",
+    "doctor": "Report what this machine can do.",
+}
+"""Name and one line of each command, in the order of ``ds4q --help``."""
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class Ds4q(click.Group):
+    """The group: commands by name from ``COMMANDS``, errors as one line and an exit status."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"ds4q.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            super().invoke(ctx)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a full disk or a closed pipe shows here, not after exit
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            ctx.exit(ending(error, verbose=ctx.meta.get(VERBOSE, False)))
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one command line and end in ``SystemExit`` with the documented status."""
+        kwargs["prog_name"] = "ds4q"  # the same words under `python -m ds4q`
+        with _standard_streams(), _sigterm_as_exception():
+            try:
+                return super().main(*args, **kwargs)
+            except (Exception, KeyboardInterrupt) as error:
+                sys.exit(ending(error))  # outside of any command: help to a full disk, say
+
+
+def ending(error: BaseException, *, verbose: bool = False) -> int:
+    """Say on stderr what ended the command, in one line, and return the exit status.
+
+    A stop (SIGINT, SIGTERM) is followed by the notes that ``common.last_words`` left on it.
+    """
+    from ds4q.artifact.errors import Ds4qError  # not needed by a command that ends well
+
+    if isinstance(error, KeyboardInterrupt):
+        terminated = isinstance(error, Terminated)
+        say("ds4q: terminated" if terminated else "ds4q: interrupted")
+        for note in getattr(error, "__notes__", []):
+            say(note)
+        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return EXIT_FAILED  # the reader left: `ds4q inspect FILE | head`
+    if verbose:
+        import traceback
+
+        say("".join(traceback.format_exception(error)).rstrip())
+    if isinstance(error, Ds4qError):
+        text = str(error)
+    elif isinstance(error, OSError):
+        text = _os_error_text(error)
+    elif isinstance(error, MemoryError):
+        text = f"out of memory: {error}" if str(error) else "out of memory"
+    else:
+        text = f"internal error: {type(error).__name__}: {error}; this is a bug in ds4q"
+        text += "" if verbose else ": please report it with what -v adds to this line"
+    say(f"ds4q: error: {one_line(text)}")
+    return EXIT_FAILED
+
+
+def _os_error_text(error: OSError) -> str:
+    """``FILE: No space left on device``, and the second file where a call has two (a rename)."""
+    files = [
+        os.fsdecode(name) if isinstance(name, bytes) else str(name)
+        for name in (error.filename, error.filename2)
+        if name is not None
+    ]
+    what = error.strerror or str(error)
+    return f"{' -> '.join(files)}: {what}" if files else what
+
+
+@contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Keep 0, 1 and 2 taken, and let a reader that left neither complain nor change the status."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # else the next file opened would become, say, stderr
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            _settle(stream)
+
+
+def _settle(stream: TextIO | None) -> None:
+    """Flush, or point a stream that cannot be flushed at nothing: Python flushes again at exit."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    """Raise ``Terminated`` in the main thread on SIGTERM, so that clean-up runs as on Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def terminate(signum: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@click.command(
+    cls=Ds4q,
+    context_settings={
+        "auto_envvar_prefix": "DS4Q",
+        "help_option_names": ["-h", "--help"],
+    },
+)
+@click.version_option(__version__, message="ds4q %(version)s", allow_from_autoenv=False)
+def main() -> None:
+    """Quantize, verify and run DeepSeek-V4 checkpoints as HFQ artifacts.
+
+    Results go to stdout, everything else to stderr. Exit status: 0 done, 1 the job or a check
+    failed, 2 wrong usage, 130 interrupted, 143 terminated. Options may also be set in the
+    environment: DS4Q_RUN_THREADS=4 is --threads 4 for 'ds4q run'.
+    """

@@ -1,0 +1,248 @@
+"""Owns what commands share: options, sizes, progress, JSON out, last words. No command's work.
+
+Standard output carries results only; whatever is for people's eyes while they wait goes to
+standard error, and losing standard error never ends a job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from decimal import Decimal
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+VERBOSE = "ds4q.verbose"
+"""Key of ``click.Context.meta`` under which ``-v`` is known to the whole command line."""
+
+MAX_THREADS = 1024
+PLAIN_LINE_EVERY_S = 1.0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: stops a command just as Ctrl-C does; only the exit status (143) differs."""
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+def one_line(text: str) -> str:
+    """``text`` with whatever is not printable (line breaks, escapes) written as ``\\xNN``."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def say(text: str) -> None:
+    """Write a line to stderr; a stderr that is gone or full is no reason to fail."""
+    with suppress(OSError):
+        click.echo(text, err=True)
+
+
+def warn(text: str) -> None:
+    """Write a warning to stderr; ``--quiet`` does not hide it."""
+    say(f"ds4q: warning: {one_line(text)}")
+
+
+def emit_json(document: dict[str, Any]) -> None:
+    """Write the one JSON document of ``--json`` to stdout.
+
+    ASCII only, so that no locale can break it; NaN and infinity are refused, JSON has none.
+    """
+    click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+@contextmanager
+def last_words(line: Callable[[], str | None]) -> Iterator[None]:
+    """Should the block be stopped (SIGINT, SIGTERM), end the command's output with ``line()``.
+
+    The line is asked for at the stop; None leaves nothing to say.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if text := line():
+            stop.add_note(text)
+        raise
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.3
+    """Bytes: ``8GiB`` (1024s), ``98GB`` or ``1.5GB`` (1000s), or a plain number."""
+
+    name = "size"
+    _PATTERN = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(?:([KMGTP])(I?)B|B)?", re.ASCII | re.I)
+    _POWERS = " KMGTP"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = self._PATTERN.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a size; write 8GiB, 98GB, 1.5GB or bytes", param, ctx)
+        number, letter, binary = match.groups()
+        power = self._POWERS.index(letter.upper()) if letter else 0
+        size_bytes = int(Decimal(number) * (1024 if binary else 1000) ** power)
+        if size_bytes < 1:
+            self.fail(f"{value!r} is less than one byte", param, ctx)
+        return size_bytes
+
+
+SIZE = Size()
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use (its affinity mask, not the machine's count)."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_option(command: F) -> F:
+    """``--threads N``: defaults to every core that the process may use."""
+    return click.option(
+        "--threads",
+        type=click.IntRange(1, MAX_THREADS),
+        default=available_cores,
+        show_default="all cores available",
+        metavar="N",
+        help="Number of threads; results never depend on it.",
+    )(command)
+
+
+def json_option(command: F) -> F:
+    """``--json``, passed as ``as_json``."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON document on stdout."
+    )(command)
+
+
+def talk_options(command: F) -> F:
+    """``-q/--quiet`` and ``-v/--verbose``."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+        ctx.meta[VERBOSE] = value
+        return value
+
+    command = click.option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        callback=remember,
+        help="Say more on stderr; an error also shows where it was raised.",
+    )(command)
+    return click.option(
+        "-q", "--quiet", is_flag=True, help="No progress and no statistics on stderr."
+    )(command)
+
+
+# --- progress ---------------------------------------------------------------------------------
+
+Advance = Callable[[int], None]
+"""Reports so many more units done; any thread may call it."""
+
+
+@contextmanager
+def progress(
+    label: str, total: int, *, unit: str = "bytes", quiet: bool = False
+) -> Iterator[Advance]:
+    """Show how far a job is: a bar where stderr is a terminal, else at most one line a second.
+
+    Parameters
+    ----------
+    label : what is being done, in a word or two
+    total : units that make the job complete
+    unit : ``"bytes"``, or the plural of what is counted
+    quiet : show nothing
+    """
+    if quiet:
+        yield lambda amount: None
+    elif _stderr_can_redraw():
+        with _bar(label, total, unit) as advance:
+            yield advance
+    else:
+        yield _PlainLines(label, total, unit).advance
+
+
+def _stderr_can_redraw() -> bool:
+    dumb = os.environ.get("TERM", "dumb").lower() in ("", "dumb", "unknown")
+    return not dumb and sys.stderr is not None and sys.stderr.isatty()
+
+
+class _PlainLines:
+    """Progress for logs: whole lines, the first after a second, none while nothing moves."""
+
+    def __init__(self, label: str, total: int, unit: str) -> None:
+        self._label, self._total, self._unit = label, total, unit
+        self._done = 0
+        self._next_line_s = time.monotonic() + PLAIN_LINE_EVERY_S
+        self._lock = threading.Lock()
+
+    def advance(self, amount: int) -> None:
+        with self._lock:
+            self._done += amount
+            now_s = time.monotonic()
+            if now_s < self._next_line_s:
+                return
+            self._next_line_s = now_s + PLAIN_LINE_EVERY_S
+            done = self._done
+        percent = 100 * done // self._total if self._total else 100
+        amounts = f"{amount_text(done, self._unit)} of {amount_text(self._total, self._unit)}"
+        say(f"{self._label}: {percent} % ({amounts})")
+
+
+def amount_text(amount: int, unit: str = "bytes") -> str:
+    """``amount`` for people: ``3.42 GB`` (1000s) for bytes, else ``17 tokens``."""
+    if unit != "bytes":
+        return f"{amount:,} {unit}"
+    value, names = float(amount), ["bytes", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(names) > 1:
+        value /= 1000
+        names.pop(0)
+    return f"{amount} bytes" if names[0] == "bytes" else f"{value:.3g} {names[0]}"
+
+
+class _SafeStderr:
+    """Stderr for rich, whose refresh thread would die with a traceback when the terminal goes."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
+@contextmanager
+def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
+    from rich import progress as bars  # 60 ms that only a terminal has to pay
+    from rich.console import Console
+
+    counts = (
+        (bars.DownloadColumn(), bars.TransferSpeedColumn())
+        if unit == "bytes"
+        else (bars.MofNCompleteColumn(), bars.TextColumn(unit, markup=False))
+    )
+    columns = bars.Progress(
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(),
+        *counts,
+        bars.TimeRemainingColumn(),
+        console=Console(file=_SafeStderr()),  # type: ignore[arg-type]  # what rich uses of IO[str]
+        transient=True,
+    )
+    with columns:
+        task = columns.add_task(label, total=total)
+        yield lambda amount: columns.advance(task, amount)
