@@ -1,0 +1,246 @@
+"""Owns ``ds4q doctor``: what this machine is and whether ds4q can work on it. Changes nothing.
+
+Facts come from ``/proc`` and ``/sys`` where the system has them; what cannot be read is null.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ds4q import __version__
+from ds4q.cli.common import (
+    amount_text,
+    available_cores,
+    emit_json,
+    json_option,
+    one_line,
+    talk_options,
+)
+from ds4q.hipkern.probe import HipReport, probe
+
+PACKAGES = ("click", "rich", "numpy", "numba", "xxhash", "zstandard", "tokenizers")
+"""What ds4q imports from others: the ``dependencies`` of pyproject.toml."""
+
+CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "sha_ni")
+"""Instruction sets that the compiled kernels and the hashes run faster with; none is required."""
+
+CGROUP_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 says "no limit" with a number just under 2^63
+
+Read = Callable[[str], str | None]
+
+
+def read_text(path: str) -> str | None:
+    """Text of a file, or None where there is none or it may not be read."""
+    try:
+        return Path(path).read_text("utf-8", "replace")
+    except OSError:
+        return None
+
+
+def cpu_facts(cpuinfo: str | None) -> dict[str, Any]:
+    """Model name and ``CPU_FEATURES`` of the text of ``/proc/cpuinfo``."""
+    fields: dict[str, str] = {}
+    for line in (cpuinfo or "").splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())  # the first core speaks for all
+    flags = fields.get("flags", "").split()
+    return {
+        "model": fields.get("model name") or platform.machine(),
+        "cores": os.cpu_count(),
+        "cores_available": available_cores(),
+        "features": {name: name in flags for name in CPU_FEATURES},
+    }
+
+
+def memory_facts(read: Read) -> dict[str, int | None]:
+    """Bytes of memory in all, available now, and the limit of this process's group, if any."""
+    sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read("/proc/meminfo") or "", re.MULTILINE))
+    total = int(sizes["MemTotal"]) * 1024 if "MemTotal" in sizes else None
+    available = int(sizes["MemAvailable"]) * 1024 if "MemAvailable" in sizes else None
+    limit = cgroup_limit(read)
+    if limit is not None and total is not None and limit >= total:
+        limit = None  # bounds nothing
+    return {"total_bytes": total, "available_bytes": available, "limit_bytes": limit}
+
+
+def cgroup_limit(read: Read) -> int | None:
+    """The tightest memory limit, in bytes, over this process's control group and its parents."""
+    limits = []
+    for line in (read("/proc/self/cgroup") or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers:
+            root, file = "/sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            root, file = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        steps = [step for step in group.split("/") if step]
+        for depth in range(len(steps), -1, -1):
+            value = (read("/".join([root, *steps[:depth], file])) or "").strip()
+            if value.isdecimal() and int(value) < CGROUP_NO_LIMIT_BYTES:
+                limits.append(int(value))
+    return min(limits, default=None)
+
+
+def disk_facts(folder: Path) -> dict[str, Any]:
+    """Free space where ``folder`` is, or would be made."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    usage = shutil.disk_usage(place)
+    return {"path": str(folder.absolute()), "free_bytes": usage.free, "total_bytes": usage.total}
+
+
+def compiler_facts(environ_cc: str | None) -> dict[str, str | None] | None:
+    """The C compiler of ``$CC`` or the first usual name found, with its own first line."""
+    for name in (environ_cc, "cc", "gcc", "clang"):
+        path = shutil.which(name) if name else None
+        if path is None:
+            continue
+        try:
+            answer = subprocess.run(
+                [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=20
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return {"path": path, "version": None}
+        lines = answer.stdout.decode("utf-8", "replace").splitlines()
+        return {"path": path, "version": lines[0].strip() if lines else None}
+    return None
+
+
+def package_facts(names: tuple[str, ...] = PACKAGES) -> tuple[dict[str, str | None], list[str]]:
+    """Versions of the packages that import, and a problem for each that does not."""
+    versions: dict[str, str | None] = {}
+    problems = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+            versions[name] = importlib.metadata.version(name)
+        except Exception as error:  # a broken binary package raises whatever it likes
+            versions[name] = None
+            problems.append(f"{name} does not import: {one_line(str(error))}; install ds4q again")
+    return versions, problems
+
+
+def kernel_problem() -> str | None:
+    """Compile one kernel and use it: packs FP4 blocks and takes them apart again."""
+    try:
+        import numpy as np
+
+        from ds4q.artifact.formats import hfp4g32
+
+        codes = np.arange(256, dtype=np.uint8).reshape(4, 64)  # 4 rows of 128 codes
+        scales = np.arange(120, 136, dtype=np.uint8).reshape(4, 4)
+        again = hfp4g32.unpack(hfp4g32.repack(codes, scales))
+        if not (np.array_equal(again[0], codes) and np.array_equal(again[1], scales)):
+            return "a compiled kernel gives wrong bytes; DS4Q_REFERENCE=1 avoids them"
+    except Exception as error:  # numba and LLVM raise what they like, too
+        return (
+            f"kernels cannot be compiled: {one_line(str(error))}; "
+            "if the folder is read-only, set NUMBA_CACHE_DIR to one that is not"
+        )
+    return None
+
+
+def report() -> dict[str, Any]:
+    """All facts as the document of ``--json``; ``ok`` says whether the CPU path can work."""
+    packages, problems = package_facts()
+    if not problems and (problem := kernel_problem()):
+        problems.append(problem)
+    disks = [disk_facts(Path.cwd())]
+    if home := os.environ.get("DS4Q_HOME"):
+        disks.append(disk_facts(Path(home)))
+    return {
+        "ok": not problems,
+        "problems": problems,
+        "ds4q": __version__,
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "system": {"name": platform.system(), "machine": platform.machine()},
+        "packages": packages,
+        "cpu": cpu_facts(read_text("/proc/cpuinfo")),
+        "memory": memory_facts(read_text),
+        "disks": disks,
+        "compiler": compiler_facts(os.environ.get("CC")),
+        "hip": asdict(probe()),
+        "run": {"device": "cpu"},
+    }
+
+
+def _hip_text(hip: HipReport) -> str:
+    if hip.library is None:
+        return f"no library ({hip.problem})"
+    if hip.problem is not None:
+        return f"{hip.library}: {hip.problem}"
+    return f"{hip.library}: version {hip.version}, devices: {hip.devices}"
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    cpu, memory, compiler = facts["cpu"], facts["memory"], facts["compiler"]
+    python, system = facts["python"], facts["system"]
+
+    def size(value: int | None) -> str:
+        return "unknown" if value is None else amount_text(value)
+
+    rows = [
+        ("ds4q", facts["ds4q"]),
+        ("Python", f"{python['version']}, {python['executable']}"),
+        ("system", f"{system['name']} {system['machine']}"),
+        ("packages", ", ".join(f"{n} {v or 'MISSING'}" for n, v in facts["packages"].items())),
+        ("processor", f"{cpu['model']}, {cpu['cores_available']} of {cpu['cores']} cores"),
+        ("", " ".join(f"{n}:{'yes' if v else 'no'}" for n, v in cpu["features"].items())),
+        ("memory", f"{size(memory['available_bytes'])} available of {size(memory['total_bytes'])}"),
+    ]
+    if memory["limit_bytes"] is not None:
+        rows.append(("", f"limited to {size(memory['limit_bytes'])} by the control group"))
+    rows += [("disk", f"{size(d['free_bytes'])} free at {d['path']}") for d in facts["disks"]]
+    rows.append(("compiler", "none found" if compiler is None else _compiler_text(compiler)))
+    rows.append(("HIP", _hip_text(HipReport(**facts["hip"]))))
+    rows.append(("run uses", "the CPU; this version of ds4q computes on nothing else"))
+    rows += [("PROBLEM", problem) for problem in facts["problems"]]
+    if facts["ok"]:
+        rows.append(("verdict", "quantize, verify and run work here"))
+    return [f"{name:<10} {one_line(text)}" for name, text in rows]
+
+
+def _compiler_text(compiler: dict[str, str | None]) -> str:
+    return f"{compiler['path']} ({compiler['version'] or 'gives no version'})"
+
+
+@click.command()
+@json_option
+@talk_options
+@click.pass_context
+def command(ctx: click.Context, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Report what this machine can do.
+
+    Shows Python and packages, processor, memory, free disk space, C compiler and HIP library, and
+    compiles one kernel. Exit status 0 means that the CPU path works; 1 says what is in its way.
+
+    \b
+    Example:
+      ds4q doctor
+      ds4q doctor --json
+    """
+    facts = report()
+    if as_json:
+        emit_json(facts)
+    else:
+        click.echo("\n".join(lines(facts)))
+    if not facts["ok"]:
+        ctx.exit(1)

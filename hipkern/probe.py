@@ -1,0 +1,107 @@
+"""Owns the question whether a HIP library and its devices are here. Starts no kernel.
+
+The library is loaded in a child process, and so may hang or crash: drivers do. The file runs on
+its own (``python probe.py``) with the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LIBRARY = "libamdhip64.so"
+TIMEOUT_S = 30.0
+NO_DEVICE = (100, 101)
+"""hipErrorNoDevice, and hipErrorInvalidDevice, which HIP 5 gives for the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class HipReport:
+    """What was found: the library's name, its version, its devices, and what went wrong.
+
+    ``library`` is None where none could be loaded; ``version`` is HIP's own number
+    (major * 10^7 + minor * 10^5 + patch since HIP 5).
+    """
+
+    library: str | None = None
+    version: int | None = None
+    devices: int = 0
+    problem: str | None = None
+
+
+def candidates(environ: Mapping[str, str]) -> list[str]:
+    """Names to load, in the order of HIP's Python bindings: ROCm's folder, then the loader's."""
+    root = environ.get("ROCM_PATH") or environ.get("ROCM_HOME") or "/opt/rocm"
+    return [str(Path(root) / "lib" / LIBRARY), LIBRARY]
+
+
+def probe(environ: Mapping[str, str] | None = None, *, timeout_s: float = TIMEOUT_S) -> HipReport:
+    """Ask in a child process; whatever the library does, this returns.
+
+    Parameters
+    ----------
+    environ : environment of the child (``ROCM_PATH``, ``LD_LIBRARY_PATH``); this process's if None
+    timeout_s : after so many seconds the child is killed
+    """
+    env = dict(os.environ if environ is None else environ)
+    try:
+        child = subprocess.run(
+            [sys.executable, "-I", __file__],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return HipReport(problem=f"{LIBRARY} did not answer within {timeout_s:g} s")
+    except OSError as error:
+        return HipReport(problem=f"could not start {sys.executable}: {error.strerror}")
+    if child.returncode < 0:
+        end = signal.strsignal(-child.returncode)
+        return HipReport(problem=f"{LIBRARY} crashed when it was asked: {end}")
+    lines = child.stdout.decode("utf-8", "replace").splitlines()  # a driver may print before us
+    try:
+        return HipReport(**json.loads(lines[-1]))
+    except (IndexError, ValueError, TypeError):
+        return HipReport(problem=f"{LIBRARY} ended the process (status {child.returncode})")
+
+
+def ask(names: Iterable[str]) -> HipReport:
+    """Load the first library of ``names`` that loads, here, and ask for version and devices."""
+    failures = []
+    for name in names:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError as error:
+            failures.append(str(error))
+        else:
+            return _question(name, library)
+    return HipReport(problem="; ".join(failures))
+
+
+def _question(name: str, library: ctypes.CDLL) -> HipReport:
+    version, devices = ctypes.c_int(0), ctypes.c_int(0)
+    try:
+        status = library.hipRuntimeGetVersion(ctypes.byref(version))
+        if status != 0:
+            return HipReport(name, problem=f"hipRuntimeGetVersion failed with error {status}")
+        status = library.hipGetDeviceCount(ctypes.byref(devices))
+    except AttributeError as error:  # ctypes: undefined symbol
+        return HipReport(name, problem=str(error))
+    if status in NO_DEVICE:
+        return HipReport(name, version.value)
+    if status != 0:
+        problem = f"hipGetDeviceCount failed with error {status}"
+        return HipReport(name, version.value, problem=problem)
+    return HipReport(name, version.value, devices.value)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(ask(candidates(os.environ)))))
