@@ -156,7 +156,7 @@ class Reader:
 
     def pread_into(self, out: U8, offset: int) -> None:
         """Fill ``out`` (1-D) from file ``offset``; a short read raises ``TruncatedError``."""
-        view = memoryview(out)
+        view = out.data
         done = 0
         while done < len(view):
             n = os.preadv(self._fd, [view[done:]], offset + done)
@@ -246,7 +246,7 @@ class Reader:
     def _read_front(self, count: int, metadata_offset: int, data_offset: int) -> None:
         front_bytes = np.empty(data_offset - metadata_offset, dtype=np.uint8)
         self.pread_into(front_bytes, self.base + metadata_offset)
-        front = memoryview(front_bytes)
+        front = front_bytes.data
         end = object_length(front, self.path)
         self.metadata_raw = bytes(front[:end])
         self.metadata = parse_metadata(self.metadata_raw, self.path)

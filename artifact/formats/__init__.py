@@ -1,0 +1,90 @@
+"""Owns the codec contract and the lookup by type number. One codec per module; none reads files.
+
+A codec turns units of packed bytes into values and back. A unit is a row for types with a row
+header (HFP4G32) and a block otherwise, so both directions are pure functions between
+``(n, unit_bytes)`` and ``(n, unit)``. Modules load on first use: numba is not imported before a
+payload is touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.artifact.errors import PayloadSizeError
+from ds4q.artifact.types import TensorType, decodable
+
+U8 = npt.NDArray[np.uint8]
+Values = npt.NDArray[Any]
+
+
+class Codec:
+    """Packed bytes <-> values of one tensor type. Neither direction changes its input."""
+
+    type: ClassVar[TensorType]
+
+    def decode_units(self, units: U8) -> Values:
+        """``(n, unit_bytes)`` uint8 -> ``(n, unit)`` values (float32, or int64 ids)."""
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+    def encode_units(self, values: Values) -> U8:
+        """``(n, unit)`` values -> ``(n, unit_bytes)`` uint8; refuses what the type cannot hold."""
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+    def validate_units(self, units: U8, *, first: int, path: object, tensor: str | None) -> None:
+        """Raise ``PayloadValueError`` at the first byte that the type forbids.
+
+        ``first`` is the number of ``units[0]`` within its tensor, for the message.
+        """
+
+    def unit(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Elements and bytes of one unit of a tensor of ``shape``."""
+        if self.type.row_header_bytes:
+            return shape[-1], self.type.row_bytes(shape[-1])
+        return self.type.block, self.type.block_bytes
+
+    def units(self, payload: U8, shape: tuple[int, ...]) -> U8:
+        """``payload`` viewed as ``(n, unit_bytes)``; its length must be what ``shape`` demands."""
+        expected = self.type.payload_bytes(shape)
+        if payload.nbytes != expected:
+            raise PayloadSizeError(expected=expected, found=payload.nbytes)
+        return payload.reshape(-1, self.unit(shape)[1])
+
+    def decode(self, payload: U8, shape: tuple[int, ...]) -> Values:
+        """Values of ``shape`` from a whole payload, or from whole rows of one."""
+        return self.decode_units(self.units(payload, shape)).reshape(shape)
+
+    def encode(self, values: Values) -> U8:
+        """Payload (1-D uint8) of ``values``."""
+        elements = self.unit(values.shape)[0]
+        if math.prod(values.shape) % elements:
+            raise PayloadSizeError(
+                f"{self.type.name} needs a multiple of {elements} values", found=values.shape
+            )
+        return self.encode_units(values.reshape(-1, elements)).reshape(-1)
+
+    def validate(
+        self,
+        payload: U8,
+        shape: tuple[int, ...],
+        *,
+        first_row: int = 0,
+        path: object = None,
+        tensor: str | None = None,
+    ) -> None:
+        """Check every byte of a payload, or of rows of one that begin at ``first_row``."""
+        per_row = 1 if self.type.row_header_bytes else max(1, shape[-1] // self.type.block)
+        units = self.units(payload, shape)
+        self.validate_units(units, first=first_row * per_row, path=path, tensor=tensor)
+
+
+def codec_for(type_id: int, *, path: object = None, tensor: str | None = None) -> Codec:
+    """The codec of a type number; ``TensorTypeError`` names tensor and number where there is none."""
+    kind = decodable(type_id, path=path, tensor=tensor)
+    module = importlib.import_module(f"ds4q.artifact.formats.{kind.codec}")
+    codecs: dict[int, Codec] = module.CODECS
+    return codecs[type_id]
