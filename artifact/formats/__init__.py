@@ -83,7 +83,7 @@ class Codec:
 
 
 def codec_for(type_id: int, *, path: object = None, tensor: str | None = None) -> Codec:
-    """The codec of a type number; ``TensorTypeError`` names tensor and number where there is none."""
+    """The codec of a type number; where there is none, ``TensorTypeError`` names it."""
     kind = decodable(type_id, path=path, tensor=tensor)
     module = importlib.import_module(f"ds4q.artifact.formats.{kind.codec}")
     codecs: dict[int, Codec] = module.CODECS

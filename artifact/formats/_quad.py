@@ -52,7 +52,7 @@ def _source_lane(byte: int) -> int:
 
 
 @intrinsic
-def interleave(typingctx: Any, codes: Any, scales: Any, packed: Any) -> Any:
+def _interleave(typingctx: Any, codes: Any, scales: Any, packed: Any) -> Any:
     """Write 68 packed bytes from 64 code bytes and 4 scale bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -69,7 +69,7 @@ def interleave(typingctx: Any, codes: Any, scales: Any, packed: Any) -> Any:
 
 
 @intrinsic
-def difference(typingctx: Any, codes: Any, scales: Any, packed: Any) -> Any:
+def _difference(typingctx: Any, codes: Any, scales: Any, packed: Any) -> Any:
     """Nonzero where 68 packed bytes are not the 64 code bytes and 4 scale bytes interleaved."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -91,3 +91,8 @@ def difference(typingctx: Any, codes: Any, scales: Any, packed: Any) -> Any:
         return builder.or_(total, builder.zext(scale_delta, ir.IntType(64)))
 
     return types.uint64(types.uintp, types.uintp, types.uintp), generate
+
+
+# numba supplies the typing context, which type checkers cannot know.
+interleave: Any = _interleave
+difference: Any = _difference

@@ -1,7 +1,7 @@
 """Owns HFP4G32: rows of a 16-byte header and K/32 blocks of (E8M0 scale byte, 16 code bytes).
 
-The repack moves bytes and never goes through floats: code 8 (-0) and every scale byte survive. Value
-of a code: row_scale * 2^(scale - 127) * E2M1[code]; low nibble = even column. The layout is
+The repack moves bytes and never goes through floats: code 8 (-0) and every scale byte survive.
+Value of a code: row_scale * 2^(scale - 127) * E2M1[code]; low nibble = even column. The layout is
 hipfire's; ``FORMAT.md`` has the table.
 """
 
@@ -49,9 +49,8 @@ def _blocks(rows: U8) -> U8:
 
 
 def _repack_reference(codes: U8, scales: U8, header: U8, rows: U8) -> None:
-    m, n = scales.shape
     rows[:, :ROW_HEADER_BYTES] = header
-    for b in range(n):
+    for b in range(scales.shape[1]):
         at = ROW_HEADER_BYTES + b * BLOCK_BYTES
         rows[:, at] = scales[:, b]
         rows[:, at + 1 : at + BLOCK_BYTES] = codes[:, b * CODE_BYTES : (b + 1) * CODE_BYTES]
@@ -231,7 +230,7 @@ class Hfp4Codec(Codec):
     type: ClassVar[TensorType] = HFP4G32
 
     def decode_units(self, units: U8) -> Values:
-        """Values beyond float32 (scale bytes 253 and 254) become infinite, as in any f32 decoder."""
+        """Values beyond float32 (scale bytes 253, 254) become infinite, as in any f32 decoder."""
         k = (units.shape[1] - ROW_HEADER_BYTES) // BLOCK_BYTES * BLOCK
         row_scales = np.ascontiguousarray(units[:, :2]).view("<f2").astype(np.float32).reshape(-1)
         out = np.empty((len(units), k), dtype=np.float32)

@@ -25,9 +25,9 @@ def _codes_reference(values: Values, scales: Values, units: U8) -> None:
         np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0
     )  # 1/0 is taken as 0: a zero group has zero codes
     scaled = values * inverse[:, None]
-    rounded = np.trunc(scaled + np.copysign(np.float32(0.5), scaled))
-    # x + 0.5 can round up to the next integer when x is just below a half
-    rounded = np.where(np.abs(scaled - np.trunc(scaled)) < 0.5, np.trunc(scaled), rounded)
+    whole = np.trunc(scaled)
+    away = np.abs(scaled - whole) >= np.float32(0.5)
+    rounded = whole + np.where(away, np.copysign(np.float32(1), scaled), np.float32(0))
     units[:, 2:] = np.clip(rounded, -128, 127).astype(np.int8).view(np.uint8)
 
 

@@ -1,0 +1,210 @@
+"""Owns writing an HFQ file: planned layout, the partial file, and atomic publishing.
+
+Every offset is known before the first byte moves, so workers write disjoint ranges in any order and
+the bytes do not depend on it. Nothing stands at the final name before ``publish``.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.artifact.errors import Ds4qError, DuplicateTensorError, IndexFieldError
+from ds4q.artifact.hfq import (
+    ALIGNMENT,
+    ENTRY_HEAD,
+    ENTRY_TAIL,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    NAME_LENGTH,
+    VERSION_WRITTEN,
+    TensorEntry,
+    printable,
+)
+from ds4q.artifact.types import check_entry, type_of
+
+U8 = npt.NDArray[np.uint8]
+PARTIAL_SUFFIX = ".partial"
+
+
+class WriteError(Ds4qError):
+    """Writing failed; nothing stands at the final name."""
+
+    rule = "could not write"
+
+
+class LockedError(WriteError):
+    """Another process writes the same output."""
+
+    rule = "another ds4q process is writing this file"
+    cure = "wait for it, or choose another output"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What an index entry says before the payload exists; the length follows from type and shape."""
+
+    name: str
+    type_id: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return type_of(self.type_id, tensor=self.name).payload_bytes(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A planned file: ``header`` and ``index`` bytes, entries in index order, total length."""
+
+    header: bytes
+    index: bytes
+    entries: tuple[TensorEntry, ...]
+    data_offset: int
+    file_bytes: int
+
+    def front(self, metadata: bytes) -> bytes:
+        """Everything before the payload, padded with zeros up to ``data_offset``."""
+        front = self.header + metadata + self.index
+        if len(front) > self.data_offset or self.data_offset - len(front) >= ALIGNMENT:
+            raise IndexFieldError(
+                "metadata changed its length after planning",
+                expected=self.data_offset,
+                found=len(front),
+            )
+        return front + b"\0" * (self.data_offset - len(front))
+
+
+def _encode_entry(spec: TensorSpec) -> bytes:
+    raw = spec.name.encode("utf-8")
+    if not raw or len(raw) > 0xFFFF or not printable(spec.name):
+        raise IndexFieldError(
+            "name must have 1 to 65535 bytes and no control characters", tensor=spec.name
+        )
+    if len(spec.shape) > 255 or any(not 0 < dim < 2**32 for dim in spec.shape):
+        raise IndexFieldError("at most 255 dims of 1 to 2^32-1", tensor=spec.name, found=spec.shape)
+    kind = type_of(spec.type_id, tensor=spec.name)
+    nbytes = spec.nbytes
+    check_entry(spec.type_id, spec.shape, kind.group_size, nbytes, tensor=spec.name)
+    return (
+        NAME_LENGTH.pack(len(raw))
+        + raw
+        + ENTRY_HEAD.pack(spec.type_id, len(spec.shape))
+        + struct.pack(f"<{len(spec.shape)}I", *spec.shape)
+        + ENTRY_TAIL.pack(kind.group_size, nbytes)
+    )
+
+
+def layout(tensors: Sequence[TensorSpec], metadata_bytes: int, *, arch_id: int) -> Layout:
+    """Plan a version 1 file: tensors in the order given, payloads back to back.
+
+    ``metadata_bytes`` is the length of the metadata, which may be filled in later.
+    """
+    seen: dict[str, int] = {}
+    parts = [struct.pack("<I", len(tensors))]
+    for number, spec in enumerate(tensors):
+        if seen.setdefault(spec.name, number) != number:
+            raise DuplicateTensorError(
+                tensor=spec.name, found=f"entries {seen[spec.name]} and {number}"
+            )
+        parts.append(_encode_entry(spec))
+    index = b"".join(parts)
+    end = HEADER_BYTES + metadata_bytes + len(index)
+    data_offset = -(-end // ALIGNMENT) * ALIGNMENT
+    header = HEADER.pack(MAGIC, VERSION_WRITTEN, arch_id, len(tensors), HEADER_BYTES, data_offset)
+    entries, at = [], data_offset
+    for spec in tensors:
+        group = type_of(spec.type_id).group_size
+        entries.append(TensorEntry(spec.name, spec.type_id, spec.shape, group, spec.nbytes, at))
+        at += spec.nbytes
+    return Layout(header, index, tuple(entries), data_offset, at)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames and removals in ``folder`` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data``: sibling file, fsync, rename, fsync of the folder."""
+    sibling = path.with_name(path.name + ".tmp")
+    fd = os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(sibling, path)
+    fsync_folder(path.parent)
+
+
+class PartialFile:
+    """``NAME.partial`` beside the output, locked against a second writer.
+
+    The name is fixed so that a resumed job finds it. Writes are positioned and complete; every
+    failed system call surfaces as ``OSError`` of the caller.
+    """
+
+    def __init__(self, final: Path, file_bytes: int) -> None:
+        """Open or create the partial file and give it its final length."""
+        self.final = final
+        self.path = final.with_name(final.name + PARTIAL_SUFFIX)
+        self.file_bytes = file_bytes
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self.fd, file_bytes)
+        except BlockingIOError:
+            os.close(self.fd)
+            raise LockedError(path=self.path) from None
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def pwrite(self, data: bytes | U8 | memoryview, offset: int) -> None:
+        """Write all of ``data`` at ``offset``."""
+        view = memoryview(data).cast("B") if not isinstance(data, np.ndarray) else data.data
+        while view:
+            n = os.pwrite(self.fd, view, offset)
+            if n == 0:
+                raise OSError(errno.EIO, "write returned 0 bytes", str(self.path))
+            view, offset = view[n:], offset + n
+
+    def pread_into(self, out: U8, offset: int) -> None:
+        """Fill ``out`` from ``offset``; what was not written yet reads as zeros."""
+        view, done = out.data, 0
+        while done < len(view):
+            n = os.preadv(self.fd, [view[done:]], offset + done)
+            if n == 0:
+                raise OSError(errno.EIO, "partial file is shorter than planned", str(self.path))
+            done += n
+
+    def sync(self) -> None:
+        """Force what was written to the disk."""
+        os.fsync(self.fd)
+
+    def close(self) -> None:
+        """Release the lock; the file stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def discard(self) -> None:
+        """Remove the partial file."""
+        self.path.unlink(missing_ok=True)
+        self.close()
