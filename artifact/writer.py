@@ -51,7 +51,7 @@ class LockedError(WriteError):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What an index entry says before the payload exists; the length follows from type and shape."""
+    """What an index entry says before the payload exists; type and shape give the length."""
 
     name: str
     type_id: int

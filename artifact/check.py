@@ -1,0 +1,75 @@
+"""Owns the structural check of an open artifact: what can be said without reading a payload.
+
+The reader has already refused what it cannot parse. This adds the rulings that make a file fit for
+decoding: every length fits its type and shape, every type has a codec, and a file that ds4q wrote is
+exactly as ds4q writes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from ds4q.artifact.errors import ArtifactError
+from ds4q.artifact.hfq import Reader, TensorEntry
+from ds4q.artifact.report import Check, Failure
+from ds4q.artifact.types import TYPES, check_entry, decodable
+
+
+def census(entries: Iterable[TensorEntry]) -> dict[str, int]:
+    """Type name -> number of tensors, sorted by name; unknown numbers read ``type N``."""
+    counts = Counter(
+        TYPES[e.type_id].name if e.type_id in TYPES else f"type {e.type_id}" for e in entries
+    )
+    return dict(sorted(counts.items()))
+
+
+def own_metadata(reader: Reader) -> dict[str, Any] | None:
+    """The ``ds4q`` metadata object of a file that ds4q wrote, else None."""
+    ours = reader.metadata.get("ds4q")
+    return ours if isinstance(ours, dict) else None
+
+
+def check_structure(reader: Reader, check: Check) -> None:
+    """Fill ``check`` with every structural fault of ``reader``; payloads are not read."""
+    for entry in reader.tensors.values():
+        try:
+            decodable(entry.type_id, path=reader.path, tensor=entry.name)
+            check_entry(
+                entry.type_id,
+                entry.shape,
+                entry.group_size,
+                entry.nbytes,
+                path=reader.path,
+                tensor=entry.name,
+            )
+        except ArtifactError as error:
+            check.fail_with(error)
+    if own_metadata(reader) is None:
+        check.notes.extend(reader.warnings + reader.strict_warnings)
+    else:
+        _check_own(reader, check)
+    check.figures |= {
+        "version": reader.version,
+        "tensors": len(reader.tensors),
+        "bytes": reader.file_bytes,
+    }
+
+
+def _check_own(reader: Reader, check: Check) -> None:
+    """A file that ds4q wrote: sorted, aligned, exact to its last byte, with a true census."""
+    for warning in reader.warnings + reader.strict_warnings:
+        check.fail(Failure(warning))
+    names = [name.encode("utf-8") for name in reader.tensors]
+    for before, after in itertools.pairwise(names):
+        if before > after:
+            check.fail(Failure("tensors are not sorted by name", tensor=after.decode("utf-8")))
+            break
+    declared = reader.metadata.get("hipfire_recipe_census")
+    found = census(reader.tensors.values())
+    if declared != found:
+        check.fail(
+            Failure("type census differs from the index", expected=str(declared), found=str(found))
+        )

@@ -1,0 +1,165 @@
+"""Owns the one report that every check fills, and its forms: JSON, JUnit XML, a table.
+
+Rooms offer checks that take a ``Check`` and add failures and figures to it; this module knows none
+of them. The JSON keys are a contract with scripts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from ds4q.artifact.errors import Ds4qError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MAX_LISTED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One thing that is wrong and where; ``None`` where a coordinate does not apply."""
+
+    message: str
+    tensor: str | None = None
+    layer: int | None = None
+    expert: int | None = None
+    projection: str | None = None
+    row: int | None = None
+    block: int | None = None
+    expected: str | int | None = None
+    found: str | int | None = None
+
+    def line(self) -> str:
+        """The failure in one line, for people."""
+        where = [self.tensor] if self.tensor else []
+        for label in ("layer", "expert", "projection", "row", "block"):
+            value = getattr(self, label)
+            if value is not None:
+                where.append(f"{label} {value}")
+        text = f"{', '.join(where)}: {self.message}" if where else self.message
+        if self.expected is not None or self.found is not None:
+            text += f": expected {self.expected}, found {self.found}"
+        return text
+
+
+@dataclass(slots=True)
+class Check:
+    """One named check. It is ok while no failure was added; every failure is counted."""
+
+    name: str
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    count: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.count == 0
+
+    def fail(self, failure: Failure) -> None:
+        """Count ``failure``; the first ``MAX_LISTED`` are kept."""
+        self.count += 1
+        if len(self.failures) < MAX_LISTED:
+            self.failures.append(failure)
+
+    def fail_with(self, error: Ds4qError, **where: Any) -> None:
+        """Count an error as a failure."""
+        expected = None if error.expected is None else str(error.expected)
+        found = None if error.found is None else str(error.found)
+        message = error.what if not error.remedy else f"{error.what}; {error.remedy}"
+        self.fail(Failure(message, tensor=error.tensor, expected=expected, found=found, **where))
+
+    def document(self) -> dict[str, Any]:
+        """The JSON object of this check."""
+        figures = self.figures | {"failures": self.count}
+        if self.notes:
+            figures["notes"] = list(self.notes)
+        return {
+            "name": self.name,
+            "ok": self.ok,
+            "seconds": round(self.seconds, 6),
+            "figures": figures,
+            "failures": [asdict(f) for f in self.failures],
+        }
+
+
+@dataclass(slots=True)
+class Report:
+    """All checks of one artifact. ``artifact`` holds what identifies it."""
+
+    artifact: dict[str, Any] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[Check]:
+        """Time a check and append it; a ``Ds4qError`` inside becomes its failure."""
+        check = Check(name)
+        self.checks.append(check)
+        start = time.perf_counter()
+        try:
+            yield check
+        except Ds4qError as error:
+            check.fail_with(error)
+        finally:
+            check.seconds += time.perf_counter() - start
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document of ``ds4q verify --json``."""
+        return {
+            "ok": self.ok,
+            "artifact": self.artifact,
+            "checks": [check.document() for check in self.checks],
+        }
+
+    def junit(self) -> str:
+        """JUnit XML: one test case a check, one ``failure`` element a listed failure."""
+        suite = ElementTree.Element(
+            "testsuite",
+            name=f"ds4q verify {self.artifact.get('name', '')}".strip(),
+            tests=str(len(self.checks)),
+            failures=str(sum(not c.ok for c in self.checks)),
+            errors="0",
+            time=f"{sum(c.seconds for c in self.checks):.3f}",
+        )
+        for check in self.checks:
+            case = ElementTree.SubElement(
+                suite,
+                "testcase",
+                classname="ds4q.verify",
+                name=check.name,
+                time=f"{check.seconds:.3f}",
+            )
+            for failure in check.failures:
+                element = ElementTree.SubElement(case, "failure", message=failure.line())
+                element.text = failure.line()
+        root = ElementTree.Element("testsuites")
+        root.append(suite)
+        ElementTree.indent(root)
+        text: str = ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
+        return text + "\n"
+
+    def table(self) -> Table:
+        """The checks as a table for people; failures are listed by the caller."""
+        from rich.table import Table  # rich is slow to import and only people need it
+
+        table = Table("check", "result", "seconds", "figures", box=None, pad_edge=False)
+        for check in self.checks:
+            figures = ", ".join(
+                f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
+                for key, value in check.figures.items()
+                if not isinstance(value, (dict, list))
+            )
+            result = "[green]ok[/]" if check.ok else f"[red]FAILED ({check.count:,})[/]"
+            table.add_row(check.name, result, f"{check.seconds:.2f}", figures)
+        return table
