@@ -66,10 +66,9 @@ def probe(environ: Mapping[str, str] | None = None, *, timeout_s: float = TIMEOU
     if child.returncode < 0:
         end = signal.strsignal(-child.returncode)
         return HipReport(problem=f"{LIBRARY} crashed when it was asked: {end}")
-    lines = child.stdout.decode("utf-8", "replace").splitlines()  # a driver may print before us
     try:
-        return HipReport(**json.loads(lines[-1]))
-    except (IndexError, ValueError, TypeError):
+        return HipReport(**json.loads(child.stdout))
+    except ValueError:
         return HipReport(problem=f"{LIBRARY} ended the process (status {child.returncode})")
 
 
@@ -104,4 +103,6 @@ def _question(name: str, library: ctypes.CDLL) -> HipReport:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(ask(candidates(os.environ)))))
+    answer = os.dup(1)
+    os.dup2(2, 1)  # drivers print, at exit too: only the answer goes to the parent
+    os.write(answer, json.dumps(asdict(ask(candidates(os.environ)))).encode())

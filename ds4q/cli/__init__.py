@@ -25,7 +25,7 @@ COMMANDS = {
     "quantize": "Turn a DeepSeek-V4 checkpoint into an HFQ artifact.",
     "verify": "Prove that an artifact is sound and equal to its source.",
     "inspect": "Show what is in an artifact, a receipt or a checkpoint.",
-    "run": "Generate text from an artifact.",
+    "run": "Generate from an artifact.",
     "doctor": "Report what this machine can do.",
 }
 """Name and one line of each command, in the order of ``ds4q --help``."""
@@ -63,12 +63,20 @@ class Ds4q(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run one command line and end in ``SystemExit`` with the documented status."""
-        kwargs["prog_name"] = "ds4q"  # the same words under `python -m ds4q`
+        # One name under `python -m ds4q` too; the exit statuses are decided here, not by click.
+        kwargs |= {"prog_name": "ds4q", "standalone_mode": False}
         with _standard_streams(), _sigterm_as_exception():
             try:
-                return super().main(*args, **kwargs)
-            except (Exception, KeyboardInterrupt) as error:
-                sys.exit(ending(error))  # outside of any command: help to a full disk, say
+                status = super().main(*args, **kwargs)
+            except click.ClickException as error:
+                with suppress(OSError):
+                    error.show()
+                status = error.exit_code
+            except click.Abort:
+                status = EXIT_INTERRUPTED
+            except (Exception, KeyboardInterrupt) as error:  # help to a full disk, say
+                status = ending(error)
+        sys.exit(status)
 
 
 def ending(error: BaseException, *, verbose: bool = False) -> int:
@@ -86,10 +94,6 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
         return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return EXIT_FAILED  # the reader left: `ds4q inspect FILE | head`
-    if verbose:
-        import traceback
-
-        say("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, Ds4qError):
         text = str(error)
     elif isinstance(error, OSError):
@@ -97,8 +101,12 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
     elif isinstance(error, MemoryError):
         text = f"out of memory: {error}" if str(error) else "out of memory"
     else:
-        text = f"internal error: {type(error).__name__}: {error}; this is a bug in ds4q"
-        text += "" if verbose else ": please report it with what -v adds to this line"
+        text = f"internal error: {type(error).__name__}: {error}; this is a bug in ds4q: please "
+        text += "report it with the lines above" if verbose else "report it with what -v adds"
+        if verbose:
+            import traceback
+
+            say("".join(traceback.format_exception(error)).rstrip())
     say(f"ds4q: error: {one_line(text)}")
     return EXIT_FAILED
 

@@ -6,6 +6,7 @@ standard error, and losing standard error never ends a job.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
@@ -76,7 +77,7 @@ def last_words(line: Callable[[], str | None]) -> Iterator[None]:
 # --- options ----------------------------------------------------------------------------------
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.3
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic in recent click only
     """Bytes: ``8GiB`` (1024s), ``98GB`` or ``1.5GB`` (1000s), or a plain number."""
 
     name = "size"
@@ -118,10 +119,17 @@ def threads_option(command: F) -> F:
 
 
 def json_option(command: F) -> F:
-    """``--json``, passed as ``as_json``."""
-    return click.option(
-        "--json", "as_json", is_flag=True, help="Print one JSON document on stdout."
-    )(command)
+    """``--json``, passed as ``as_json``.
+
+    click must know it as ``json``: the environment variable, DS4Q_RUN_JSON say, follows the name.
+    """
+
+    @functools.wraps(command)
+    def renamed(*args: Any, json: bool, **options: Any) -> Any:
+        return command(*args, as_json=json, **options)
+
+    option = click.option("--json", is_flag=True, help="Print one JSON document on stdout.")
+    return cast(F, option(renamed))
 
 
 def talk_options(command: F) -> F:
@@ -136,7 +144,7 @@ def talk_options(command: F) -> F:
         "--verbose",
         is_flag=True,
         callback=remember,
-        help="Say more on stderr; an error also shows where it was raised.",
+        help="Say more on stderr.",
     )(command)
     return click.option(
         "-q", "--quiet", is_flag=True, help="No progress and no statistics on stderr."

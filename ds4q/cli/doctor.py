@@ -123,11 +123,11 @@ def compiler_facts(environ_cc: str | None) -> dict[str, str | None] | None:
     return None
 
 
-def package_facts(names: tuple[str, ...] = PACKAGES) -> tuple[dict[str, str | None], list[str]]:
-    """Versions of the packages that import, and a problem for each that does not."""
+def package_facts() -> tuple[dict[str, str | None], list[str]]:
+    """Versions of the ``PACKAGES`` that import, and a problem for each that does not."""
     versions: dict[str, str | None] = {}
     problems = []
-    for name in names:
+    for name in PACKAGES:
         try:
             importlib.import_module(name)
             versions[name] = importlib.metadata.version(name)

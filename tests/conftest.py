@@ -1,0 +1,39 @@
+"""Owns what every test runs under: a clean environment, a fixed hypothesis profile, case files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).parents[1]
+
+settings.register_profile("house", derandomize=True, deadline=None, database=None)
+settings.load_profile("house")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def house_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hide the caller's ``DS4Q_*`` and point caches at a temporary folder.
+
+    ``DS4Q_REFERENCE`` stays: the same tests run on both paths.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [n for n in os.environ if n.startswith("DS4Q_") and n != "DS4Q_REFERENCE"]:
+            patch.delenv(name)
+        patch.setenv("DS4Q_HOME", str(tmp_path_factory.mktemp("ds4q-home")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def cases_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the small bad and good inputs that ``tests/data/cases/README.md`` describes."""
+    folder = tmp_path_factory.mktemp("cases")
+    script = ROOT / "tests" / "data" / "cases" / "make_fixtures.py"
+    subprocess.run([sys.executable, str(script), str(folder)], check=True, capture_output=True)
+    return folder
