@@ -22,3 +22,66 @@ class BackendTypeError(RunError):
 
     rule = "no kernel for this tensor type"
     cure = "quantize with a recipe whose types this backend runs"
+
+
+class TokenizerError(RunError, ValueError):
+    """The artifact's tokenizer cannot be used."""
+
+    rule = "tokenizer.json in the metadata cannot be used"
+
+
+class ControlTokenError(RunError, LookupError):
+    """The prompt format needs a control token that the tokenizer does not have."""
+
+    rule = "the tokenizer lacks a control token"
+    cure = "use an artifact with the tokenizer of its model, or pass token ids"
+
+
+class PromptError(RunError, ValueError):
+    """A prompt that cannot be encoded."""
+
+    rule = "bad prompt"
+
+
+class ChatError(RunError, ValueError):
+    """Messages, tools or a mode that the prompt format cannot express."""
+
+    rule = "bad messages"
+
+
+class SamplingError(RunError, ValueError):
+    """A sampling parameter out of its range."""
+
+    rule = "bad sampling parameter"
+
+
+class LogitsError(RunError):
+    """The model produced numbers that no token can be chosen from."""
+
+    rule = "the model's logits are not finite"
+    cure = "verify the artifact (ds4q verify FILE.hfq --source CHECKPOINT)"
+
+
+class ConfigError(RunError, ValueError):
+    """The model's config lacks a key, or asks for arithmetic that this runtime does not do."""
+
+    rule = "config not supported"
+
+
+class ModelTensorError(RunError):
+    """A tensor that the config implies is absent, or has another shape or type."""
+
+    rule = "tensor does not fit the config"
+
+
+class TokenError(RunError, ValueError):
+    """A token id outside the vocabulary, or no tokens at all."""
+
+    rule = "token id out of range"
+
+
+class ContextError(RunError):
+    """More tokens than the context that the engine was loaded for."""
+
+    rule = "context is full"
+    cure = "load with a larger context or send fewer tokens"

@@ -1,0 +1,85 @@
+"""Owns a prompt as a list of pieces, control tokens and text, and the names of control tokens.
+
+Keeping the two apart until encoding is what stops caller text from becoming a control token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ds4q.runtime.text.tokenizer import Tokenizer
+
+BAR = "\uff5c"  # fullwidth vertical line, not ASCII
+LOW = "\u2581"  # lower one eighth block, where other tokenizers write a space
+
+
+def _token(name: str) -> str:
+    return f"<{BAR}{name}{BAR}>"
+
+
+BOS = _token(f"begin{LOW}of{LOW}sentence")
+EOS = _token(f"end{LOW}of{LOW}sentence")
+USER = _token("User")
+ASSISTANT = _token("Assistant")
+LATEST_REMINDER = _token("latest_reminder")
+THINK = "<think>"
+THINK_END = "</think>"
+DSML = f"{BAR}DSML{BAR}"
+USER_TASKS = {name: _token(name) for name in ("action", "query", "authority", "domain", "read_url")}
+TITLE_TASK = _token("title")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One control token, by its text."""
+
+    text: str
+
+
+Piece = Control | str
+
+
+class Prompt:
+    """Pieces in order; text that follows text is joined, so that it is encoded as one run."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def control(self, text: str) -> Prompt:
+        """Append the control token spelled ``text``."""
+        self.pieces.append(Control(text))
+        return self
+
+    def text(self, text: str) -> Prompt:
+        """Append ordinary text."""
+        if not text:
+            return self
+        if self.pieces and isinstance(self.pieces[-1], str):
+            self.pieces[-1] += text
+        else:
+            self.pieces.append(text)
+        return self
+
+    def extend(self, pieces: Iterable[Piece]) -> Prompt:
+        """Append ``pieces``."""
+        for piece in pieces:
+            if isinstance(piece, Control):
+                self.pieces.append(piece)
+            else:
+                self.text(piece)
+        return self
+
+    def __str__(self) -> str:
+        """The string form, in which the difference between text and control tokens is lost."""
+        return "".join(p.text if isinstance(p, Control) else p for p in self.pieces)
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids; raises ``ControlTokenError`` where the tokenizer lacks a control token."""
+        ids: list[int] = []
+        for piece in self.pieces:
+            if isinstance(piece, Control):
+                ids.append(tokenizer.control(piece.text))
+            else:
+                ids += tokenizer.encode(piece)
+        return ids
