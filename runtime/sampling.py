@@ -1,0 +1,73 @@
+"""Owns the choice of the next token from logits. Knows no model, no text and no stop tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.runtime.errors import LogitsError, SamplingError
+
+
+class Sampler:
+    """Greedy at temperature 0 (the lowest id on ties), else a seeded draw from the nucleus.
+
+    Parameters
+    ----------
+    temperature : logits are divided by it before the softmax; 0 is greedy
+    top_p : draw from the fewest most likely tokens whose probabilities add up to at least this
+    seed : of PCG64; the same seed and logits give the same tokens
+    """
+
+    def __init__(self, *, temperature: float, top_p: float, seed: int) -> None:
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise SamplingError("temperature", expected="0 or more", found=temperature)
+        if not 0 < top_p <= 1:
+            raise SamplingError("top_p", expected="more than 0, at most 1", found=top_p)
+        if seed < 0:
+            raise SamplingError("seed", expected="0 or more", found=seed)
+        self.temperature = temperature
+        self.top_p = top_p
+        self.seed = seed
+        self._random = np.random.Generator(np.random.PCG64(seed))
+
+    def __call__(self, logits: npt.NDArray[np.floating[Any]]) -> int:
+        """The next token for ``logits`` [vocab]; raises ``LogitsError`` on NaN or infinity."""
+        bad = np.flatnonzero(~np.isfinite(logits))
+        if bad.size:
+            raise LogitsError(
+                expected="finite numbers",
+                found=f"{logits[bad[0]]} for token {bad[0]}, {bad.size} of {logits.size} in all",
+            )
+        if self.temperature == 0:
+            return int(np.argmax(logits))
+        return self._draw(logits.astype(np.float64))
+
+    def _draw(self, logits: npt.NDArray[np.float64]) -> int:
+        with np.errstate(over="ignore", under="ignore"):  # a tiny temperature: -inf, then exactly 0
+            weights = np.exp((logits - logits.max()) / self.temperature)
+        probabilities = weights / weights.sum()
+        tokens = np.arange(probabilities.size)
+        if self.top_p < 1:
+            tokens = np.argsort(-probabilities, kind="stable")  # the lowest id first on ties
+            mass = np.cumsum(probabilities[tokens])
+            tokens = tokens[: np.searchsorted(mass, self.top_p) + 1]
+        mass = np.cumsum(probabilities[tokens])
+        place = np.searchsorted(mass, self._random.random() * mass[-1], side="right")
+        return int(tokens[place])
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """``temperature`` and ``top_p`` of a generation_config.json; 1.0 where it has none."""
+    values: dict[str, float] = {}
+    for key in ("temperature", "top_p"):
+        value = generation_config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise SamplingError(
+                f"generation_config key {key}", expected="a number", found=repr(value)
+            )
+        values[key] = 1.0 if value is None else float(value)
+    return values
