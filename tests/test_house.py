@@ -1,0 +1,73 @@
+"""House rules that a machine can hold: sizes, docstrings, exports, no assert in the product."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.test_floors import FLOORS, ROOT, sources
+
+LINES_PER_FILE = 500
+LINES_PER_FUNCTION = 90
+EXPORTS = 10
+
+
+def modules() -> Iterator[tuple[Path, str, ast.Module]]:
+    for room in FLOORS:
+        for path in sources(room):
+            text = path.read_text("utf-8")
+            yield path.relative_to(ROOT), text, ast.parse(text)
+
+
+def test_files_and_functions_stay_readable() -> None:
+    found = []
+    for path, text, tree in modules():
+        if (lines := text.count("\n")) > LINES_PER_FILE:
+            found.append(f"{path}: {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > LINES_PER_FUNCTION:
+                    found.append(f"{path}:{node.lineno}: {node.name} has {lines} lines")
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_every_module_says_what_it_is() -> None:
+    found = [str(path) for path, _, tree in modules() if not ast.get_docstring(tree)]
+    assert not found, "without a docstring: " + ", ".join(found)
+
+
+def test_the_product_raises_and_never_asserts() -> None:
+    found = [
+        f"{path}:{node.lineno}"
+        for path, _, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ]
+    assert not found, "assert is gone under python -O: " + ", ".join(found)
+
+
+def test_packages_export_few_names() -> None:
+    found = []
+    for path, _, tree in modules():
+        if path.name != "__init__.py":
+            continue
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names = ast.literal_eval(node.value)
+                if len(names) > EXPORTS:
+                    found.append(f"{path}: {len(names)} names")
+    assert not found, found
+
+
+def test_nothing_is_left_open() -> None:
+    marks = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+    found = [
+        f"{path}:{number}"
+        for path, text, _ in modules()
+        for number, line in enumerate(text.splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not found, found

@@ -1,0 +1,75 @@
+"""Owns docs/cli.md: writes the text of every ``ds4q COMMAND --help``, 80 columns wide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ds4q.cli import COMMANDS, main
+
+PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
+WIDTH = 80
+
+HEAD = """\
+# The command line
+
+Written by `make docs` from the commands' own help; change the help, not this page.
+
+Results go to standard output, everything else to standard error. `--json` prints exactly one JSON
+document. Progress bars appear only on a terminal; elsewhere progress is at most one line a second.
+Sizes take `8GiB` (1024s), `98GB` (1000s) or a number of bytes.
+
+| exit status | meaning |
+|---|---|
+| 0 | done |
+| 1 | the job or a check failed; one line on standard error says what, where and what to do |
+| 2 | wrong usage |
+| 130 | interrupted (SIGINT) |
+| 143 | terminated (SIGTERM) |
+
+| environment | meaning |
+|---|---|
+| `DS4Q_<COMMAND>_<OPTION>` | value of an option: `DS4Q_RUN_THREADS=4` is `ds4q run --threads 4` |
+| `DS4Q_REFERENCE=1` | the numpy reference in place of every compiled kernel: slow, for checking |
+"""
+
+
+def help_text(name: str | None = None) -> str:
+    """What ``ds4q [NAME] --help`` prints on a terminal of ``WIDTH`` columns."""
+    with _context(main, "ds4q", None) as ctx:
+        if name is None:
+            return main.get_help(ctx)
+        command = main.get_command(ctx, name)
+        if command is None:
+            raise KeyError(name)
+        with _context(command, name, ctx) as inner:
+            return command.get_help(inner)
+
+
+def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
+    return command.make_context(
+        name,
+        [],
+        parent,
+        resilient_parsing=True,
+        terminal_width=WIDTH,
+        max_content_width=WIDTH,
+    )
+
+
+def page() -> str:
+    """The whole of docs/cli.md."""
+    parts = [HEAD, "## ds4q\n", _block(help_text())]
+    for name in COMMANDS:
+        parts += [f"## ds4q {name}\n", _block(help_text(name))]
+    return "\n".join(parts)
+
+
+def _block(text: str) -> str:
+    return "```\n" + "\n".join(line.rstrip() for line in text.splitlines()) + "\n```\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
+    click.echo(f"wrote {PAGE}")
