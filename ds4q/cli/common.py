@@ -77,7 +77,7 @@ def last_words(line: Callable[[], str | None]) -> Iterator[None]:
 # --- options ----------------------------------------------------------------------------------
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic in recent click only
+class Size(click.ParamType):
     """Bytes: ``8GiB`` (1024s), ``98GB`` or ``1.5GB`` (1000s), or a plain number."""
 
     name = "size"
