@@ -1,8 +1,8 @@
 """Owns the structural check of an open artifact: what can be said without reading a payload.
 
 The reader has already refused what it cannot parse. This adds the rulings that make a file fit for
-decoding: every length fits its type and shape, every type has a codec, and a file that ds4q wrote is
-exactly as ds4q writes it.
+decoding: every length fits its type and shape, every type has a codec, and a file that ds4q wrote
+is exactly as ds4q writes it.
 """
 
 from __future__ import annotations

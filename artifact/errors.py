@@ -7,7 +7,7 @@ A class stands for one broken rule; an instance carries where (``path``, ``tenso
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class Ds4qError(Exception):
@@ -42,6 +42,17 @@ class Ds4qError(Exception):
         self.found = found
         self.remedy = self.cure if remedy is None else remedy
         super().__init__(self._message())
+
+    def located(self, *, path: object = None, tensor: str | None = None) -> Self:
+        """The same error with ``path`` and ``tensor`` filled in where they were unknown."""
+        return type(self)(
+            self.what,
+            path=self.path if self.path is not None else path,
+            tensor=self.tensor if self.tensor is not None else tensor,
+            expected=self.expected,
+            found=self.found,
+            remedy=self.remedy,
+        )
 
     def _message(self) -> str:
         where = "".join(f"{part}: " for part in (self.path, self.tensor) if part)

@@ -138,10 +138,9 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``: sibling file, fsync, rename, fsync of the folder."""
-    sibling = path.with_name(path.name + ".tmp")
-    fd = os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+def write_durably(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` and force it to the disk; not atomic."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         view = memoryview(data)
         while view:
@@ -149,8 +148,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.replace(sibling, path)
-    fsync_folder(path.parent)
 
 
 class PartialFile:

@@ -149,7 +149,7 @@ def _scan_fast(rows: U8) -> tuple[int, int, int]:
     return first_nan, tiny, overflow
 
 
-_scan = FastPath(_scan_reference, _scan_fast)
+scan = FastPath(_scan_reference, _scan_fast)
 
 
 def _decode_reference(rows: U8, row_scales: Values, out: Values) -> None:
@@ -220,7 +220,7 @@ def first_difference(codes: U8, scales: U8, rows: U8) -> tuple[int, int] | None:
 
 def edge_counts(rows: U8) -> EdgeCounts:
     """How many blocks of ``rows`` lie at the ends of the scale range."""
-    _, tiny, overflow = _scan(rows)
+    _, tiny, overflow = scan(rows)
     return EdgeCounts(tiny, overflow)
 
 
@@ -253,7 +253,7 @@ class Hfp4Codec(Codec):
                 expected=expected.tobytes().hex(),
                 found=headers[bad[0]].tobytes().hex(),
             )
-        at, _, _ = _scan(units)
+        at, _, _ = scan(units)
         if at >= 0:
             raise PayloadValueError(
                 f"NaN scale byte in row {first + at // blocks}, block {at % blocks}",

@@ -1,0 +1,34 @@
+"""Owns the SHA-256 of a whole file, read once and hashed beside the reading. Knows no format."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+U8 = npt.NDArray[np.uint8]
+CHUNK_BYTES = 4 << 20
+
+
+def sha256_stream(
+    pread_into: Callable[[U8, int], None], nbytes: int, advance: Callable[[int], None]
+) -> str:
+    """SHA-256 (hex) of bytes 0 .. ``nbytes``; two buffers, so reading and hashing overlap.
+
+    ``advance`` hears of each chunk before it is read, and may block to hold the stream back.
+    """
+    hasher = hashlib.sha256()
+    buffers = [np.empty(min(CHUNK_BYTES, max(nbytes, 1)), dtype=np.uint8) for _ in range(2)]
+    hashing: Future[None] | None = None
+    with ThreadPoolExecutor(1) as worker:
+        for turn, start in enumerate(range(0, nbytes, CHUNK_BYTES)):
+            part = buffers[turn % 2][: min(CHUNK_BYTES, nbytes - start)]
+            advance(len(part))
+            pread_into(part, start)
+            if hashing is not None:
+                hashing.result()
+            hashing = worker.submit(hasher.update, part.data)
+    return hasher.hexdigest()

@@ -1,0 +1,371 @@
+"""Owns a whole quantize run: preflight, fresh start or resume, sealing, publishing, clean-up.
+
+What stands at a final name is always a whole file. A stop leaves the partial files and the journal
+for ``--resume``; a failure removes them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds4q.artifact.errors import ArtifactError, Ds4qError
+from ds4q.artifact.hfq import Reader
+from ds4q.artifact.metadata import front_digest
+from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
+from ds4q.artifact.types import TYPES
+from ds4q.artifact.writer import (
+    PARTIAL_SUFFIX,
+    PartialFile,
+    WriteError,
+    fsync_folder,
+    write_durably,
+)
+from ds4q.quantize.audit import Audit
+from ds4q.quantize.checkpoint import Checkpoint
+from ds4q.quantize.convert import Events
+from ds4q.quantize.deepseek4 import Role
+from ds4q.quantize.errors import JobError
+from ds4q.quantize.journal import Earlier as EarlierJournal
+from ds4q.quantize.journal import (
+    Journal,
+    check_identity,
+    journal_path,
+    read_journal,
+)
+from ds4q.quantize.pipeline import Earlier, Packed, Pipeline, seal, source_digest
+from ds4q.quantize.plan import Output, Plan
+
+RECEIPT_BYTES_PER_TENSOR = 512  # generous: a compressed row takes about 150
+Advance = Callable[[int], None]
+
+
+class OutputExistsError(JobError):
+    """Something stands where the output should go."""
+
+    rule = "output exists"
+    cure = "choose another name, or replace it with --force"
+
+
+class UnfinishedError(JobError):
+    """An earlier job left its partial file."""
+
+    rule = "an unfinished job lies here"
+    cure = "continue it with --resume, or start over with --force"
+
+
+class OutputPlaceError(JobError):
+    """The output cannot be placed where the user asked."""
+
+    rule = "output cannot be written there"
+
+
+class SpaceError(JobError):
+    """Not enough free space for what the plan says."""
+
+    rule = "not enough free space (No space left on device)"
+    cure = "free some space, or write to another disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run made, or would make: the JSON of ``ds4q quantize``."""
+
+    plan: Plan
+    receipts: tuple[Receipt, ...] = ()
+    seconds: float = 0.0
+    resumed_bytes: int = 0
+    already_done: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document; keys of the trunk at the top, sidecars in a list."""
+        parts = [_describe(output) for output in self.plan.outputs]
+        for part, receipt in zip(parts, self.receipts, strict=False):
+            part["sha256"] = receipt.sha256
+        events = Events()
+        for receipt in self.receipts:
+            for tensor in receipt.tensors:
+                events.add(Events(**tensor.events))  # type: ignore[arg-type]
+        return parts[0] | {
+            "seconds": round(self.seconds, 3),
+            "source_bytes": self.plan.source_bytes,
+            "recipe": self.plan.options.recipe.name,
+            "lossless": self.plan.options.recipe.lossless,
+            "partial": self.plan.partial,
+            "sidecars": parts[1:],
+            "skipped": len(self.plan.skipped),
+            "events": events.document(),
+            "resumed_bytes": self.resumed_bytes,
+            "already_done": self.already_done,
+            "warnings": list(self.plan.warnings),
+        }
+
+
+def _describe(output: Output) -> dict[str, Any]:
+    types: dict[str, dict[str, int]] = {}
+    expert_bytes = expert_weights = 0
+    for tensor in output.tensors:
+        entry = types.setdefault(TYPES[tensor.entry.type_id].name, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += tensor.entry.nbytes
+        if tensor.unit.info.role is Role.EXPERT:
+            expert_bytes += tensor.entry.nbytes
+            expert_weights += tensor.rows * tensor.k
+    return {
+        "output": str(output.path),
+        "bytes": output.layout.file_bytes,
+        "tensors": len(output.tensors),
+        "types": dict(sorted(types.items())),
+        "bpw_experts": round(8 * expert_bytes / expert_weights, 6) if expert_weights else None,
+    }
+
+
+@dataclass(slots=True)
+class Job:
+    """One run over a plan. ``resume`` and ``force`` are what the user allows."""
+
+    checkpoint: Checkpoint
+    audit: Audit
+    plan: Plan
+    resume: bool = False
+    force: bool = False
+    started: bool = False
+    _files: list[PartialFile] = field(default_factory=list)
+    _journal: Journal | None = None
+
+    @property
+    def out(self) -> Path:
+        """The trunk's final name, after which the journal is named too."""
+        return self.plan.outputs[0].path
+
+    def identity(self) -> dict[str, Any]:
+        """What two runs must share for one to continue the other."""
+        ours = self.plan.outputs[0].metadata["ds4q"]
+        return {
+            "options": self.plan.options.document(),
+            "outputs": [[o.path.name, o.layout.file_bytes] for o in self.plan.outputs],
+            "source_fingerprint": self.plan.fingerprint,
+            "tool_version": ours["tool_version"],
+        }
+
+    # ------------------------------------------------------------ before work
+
+    def preflight(self) -> None:
+        """Refuse, before any work, what cannot end well: place, existing files, free space."""
+        folder = self.out.parent
+        if not folder.is_dir():
+            raise OutputPlaceError("output folder does not exist", path=folder)
+        if self.checkpoint.folder.resolve() in (folder.resolve(), *folder.resolve().parents):
+            raise OutputPlaceError(
+                "output lies inside the source folder",
+                path=self.out,
+                remedy="choose a folder outside the checkpoint",
+            )
+        earlier = read_journal(journal_path(self.out))
+        for output in self.plan.outputs:
+            _check_target(output.path)
+            if output.path.exists() and not self.force and not (self.resume and earlier):
+                raise OutputExistsError(path=output.path)
+        unfinished = earlier is not None or any(_partial(p).exists() for p in self._targets())
+        if unfinished and not self.resume and not self.force:
+            done = 0 if earlier is None else earlier.nbytes
+            raise UnfinishedError(
+                path=_partial(self.out), found=f"{done:,} of {self.plan.file_bytes:,} bytes done"
+            )
+        if self.resume and not self.force and earlier is not None:
+            check_identity(earlier, self.identity(), journal_path(self.out))
+        self._check_space()
+
+    def _targets(self) -> list[Path]:
+        """Final names in the order in which they appear: the trunk last, receipts first."""
+        paths = []
+        for output in reversed(self.plan.outputs):
+            paths += [receipt_path(output.path), output.path]
+        return paths
+
+    def _check_space(self) -> None:
+        tensors = sum(len(output.tensors) for output in self.plan.outputs)
+        needed = self.plan.file_bytes + tensors * RECEIPT_BYTES_PER_TENSOR
+        held = sum(p.stat().st_blocks * 512 for p in map(_partial, self._targets()) if p.exists())
+        status = os.statvfs(self.out.parent)
+        free = status.f_bavail * status.f_frsize
+        if needed > free + held:
+            raise SpaceError(
+                path=self.out.parent,
+                expected=f"{needed:,} bytes",
+                found=f"{free + held:,} bytes",
+            )
+
+    def finished_earlier(self) -> Summary | None:
+        """With ``resume``: the summary of a job that had already published everything."""
+        if not self.resume or self.force or journal_path(self.out).exists():
+            return None
+        receipts = []
+        for output in self.plan.outputs:
+            try:
+                receipt = read_receipt(receipt_path(output.path))
+                with Reader(output.path) as reader:
+                    ours = reader.metadata.get("ds4q", {})
+                    same = (
+                        ours.get("source_fingerprint") == self.plan.fingerprint
+                        and ours.get("recipe") == self.plan.options.recipe.name
+                        and ours.get("tool_version") == receipt.tool_version
+                        and reader.file_bytes == receipt.file_bytes == output.layout.file_bytes
+                        and front_digest(reader.header_raw, reader.index_raw) == receipt.index_xxh3
+                    )
+            except (ArtifactError, OSError):
+                return None
+            if not same:
+                return None
+            receipts.append(receipt)
+        return Summary(self.plan, tuple(receipts), already_done=True)
+
+    # ------------------------------------------------------------ work
+
+    def run(self, threads: int, advance: Advance) -> Summary:
+        """Write all outputs and their receipts. ``advance`` hears of packed bytes.
+
+        A stop (KeyboardInterrupt) leaves partial files and journal; any error removes them.
+        """
+        begin = time.perf_counter()
+        try:
+            earlier = self._start()
+            if earlier is not None and earlier.renames is not None:
+                self._rename(earlier.renames)
+                receipts = [read_receipt(receipt_path(o.path)) for o in self.plan.outputs]
+                advance(self.plan.file_bytes)
+                return Summary(
+                    self.plan,
+                    tuple(receipts),
+                    time.perf_counter() - begin,
+                    resumed_bytes=self.plan.file_bytes,
+                )
+            receipts = self._write(earlier, threads, advance)
+        except Exception as error:
+            self._discard()
+            if isinstance(error, OSError):
+                raise self._write_error(error) from error
+            raise
+        finally:
+            self._close()
+        return Summary(
+            self.plan,
+            tuple(receipts),
+            time.perf_counter() - begin,
+            resumed_bytes=0 if earlier is None else earlier.nbytes,
+        )
+
+    def _start(self) -> EarlierJournal | None:
+        """Open partial files and journal, fresh or as an earlier run left them."""
+        path = journal_path(self.out)
+        earlier = read_journal(path) if self.resume and not self.force else None
+        if earlier is not None and earlier.renames is not None:
+            self._journal = Journal.reopen(path, earlier)
+            return earlier
+        self._files = [PartialFile(o.path, o.layout.file_bytes) for o in self.plan.outputs]
+        self.started = True
+        if earlier is not None:
+            self._journal = Journal.reopen(path, earlier)
+            return earlier
+        shards = {name: [s.size, s.identity[3]] for name, s in self.checkpoint.shards.items()}
+        self._journal = Journal.create(path, self.identity(), shards)
+        return None
+
+    def _write(
+        self, earlier: EarlierJournal | None, threads: int, advance: Advance
+    ) -> list[Receipt]:
+        journal = self._journal
+        if journal is None:
+            raise JobError("the journal is not open")
+        pipeline = Pipeline(
+            self.checkpoint,
+            self.audit,
+            self.plan,
+            self._files,
+            journal,
+            Earlier() if earlier is None else self._trusted(earlier),
+            advance,
+        )
+        pipeline.pack_all(threads)
+        self.checkpoint.check_unchanged()
+        digests: dict[str, str] = {}
+        results: list[list[Packed]] = []
+        for o, output in enumerate(self.plan.outputs):
+            results.append([pipeline.results[o, t] for t in range(len(output.tensors))])
+            for tensor, result in zip(output.tensors, results[-1], strict=True):
+                sources = [tensor.unit.weight] + ([tensor.unit.scale] if tensor.unit.scale else [])
+                names = [source.name for source in sources]
+                digests |= dict(zip(names, result.sources, strict=True))
+        digest = source_digest(self.checkpoint, digests)
+        receipts = []
+        for file, output, packed in zip(self._files, self.plan.outputs, results, strict=True):
+            receipts.append(seal(file, output, self.plan, packed, digest))
+            write_durably(_partial(receipt_path(output.path)), receipts[-1].encode())
+        renames = [(_partial(path).name, path.name) for path in self._targets()]
+        journal.publish(renames)
+        self._rename(renames)
+        return receipts
+
+    def _trusted(self, earlier: EarlierJournal) -> Earlier:
+        now = {name: [s.size, s.identity[3]] for name, s in self.checkpoint.shards.items()}
+        return Earlier(
+            {(r.output, r.tensor, r.block): r for r in earlier.blocks},
+            frozenset(name for name in now if earlier.shards.get(name) != now[name]),
+        )
+
+    def _rename(self, renames: list[tuple[str, str]]) -> None:
+        """Give everything its name; a rename that an earlier run did is found done."""
+        folder = self.out.parent
+        for source, target in renames:
+            if (folder / source).exists():
+                os.replace(folder / source, folder / target)
+            elif not (folder / target).exists():
+                raise WriteError("finished file disappeared before it was renamed", path=source)
+        fsync_folder(folder)
+        journal_path(self.out).unlink(missing_ok=True)
+        fsync_folder(folder)
+
+    # ------------------------------------------------------------ endings
+
+    def _discard(self) -> None:
+        """Remove what this run began; a file that another process holds is not ours."""
+        if not self.started:
+            return
+        for path in self._targets():
+            _partial(path).unlink(missing_ok=True)
+        journal_path(self.out).unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        for file in self._files:
+            file.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _write_error(self, error: OSError) -> Ds4qError:
+        """An operating system error as one line with the bytes that the job needs."""
+        remedy = "nothing was left behind"
+        if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            remedy = f"the job needs {self.plan.file_bytes:,} bytes; {remedy}"
+        return WriteError(
+            error.strerror or str(error), path=error.filename or self.out, remedy=remedy
+        )
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+def _check_target(path: Path) -> None:
+    """Only a regular file may be replaced, whatever the user allows."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise OutputPlaceError("output is a folder or a device, not a file", path=path)

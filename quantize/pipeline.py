@@ -1,0 +1,352 @@
+"""Owns the job itself: packs every planned tensor, keeps the journal, publishes atomically.
+
+Workers take whole tensors and write disjoint, planned ranges; what they write does not depend on
+how many they are or on where an earlier run was stopped. Every packed run of rows is compared with
+its source before it is written, and the finished file is read back and digested before it gets its
+name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ds4q.artifact.digest import sha256_stream
+from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.metadata import canonical
+from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
+from ds4q.artifact.writer import PartialFile, WriteError
+from ds4q.quantize.audit import Audit
+from ds4q.quantize.checkpoint import Checkpoint, SourceTensor
+from ds4q.quantize.convert import Events, pack
+from ds4q.quantize.journal import BlockRecord, Journal
+from ds4q.quantize.plan import Output, Plan, PlannedTensor
+from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader, runs
+
+U8 = npt.NDArray[np.uint8]
+Advance = Callable[[int], None]
+BLOCK_BYTES = 16 << 20  # of packed rows per journal line: the most that a stop can cost a worker
+SYNC_BYTES = 256 << 20  # of packed bytes between two syncs: the most that a power loss can cost
+
+
+class Stopped(Exception):
+    """Raised inside workers when the job ends early; never leaves this module."""
+
+
+@dataclass(slots=True)
+class Packed:
+    """What packing one tensor found out: digests (xxh3-128 hex) and events."""
+
+    packed: str
+    sources: tuple[str, ...]
+    events: Events
+
+
+@dataclass(slots=True)
+class Hashers:
+    """Running digests of one tensor or one block: packed rows, weight bytes, scale bytes."""
+
+    packed: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    sources: list[xxhash.xxh3_128] = field(default_factory=list)
+
+    def add(self, packed: U8, parts: tuple[U8, ...]) -> None:
+        """Feed one run of rows."""
+        self.packed.update(packed.data)
+        while len(self.sources) < len(parts):
+            self.sources.append(xxhash.xxh3_128())
+        for hasher, part in zip(self.sources, parts, strict=True):
+            hasher.update(part.data)
+
+    def source_digests(self) -> tuple[str, ...]:
+        """Hex digests of weight and, where scales go with the rows, scale."""
+        return tuple(hasher.hexdigest() for hasher in self.sources)
+
+    def copy(self) -> Hashers:
+        """An independent continuation."""
+        return Hashers(self.packed.copy(), [hasher.copy() for hasher in self.sources])
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """Blocks of an earlier run by (output, tensor, block); shards whose data must be re-read."""
+
+    blocks: dict[tuple[int, int, int], BlockRecord] = field(default_factory=dict)
+    distrusted: frozenset[str] = frozenset()
+
+
+class Pipeline:
+    """Packs all tensors of a plan into its partial files."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        audit: Audit,
+        plan: Plan,
+        files: list[PartialFile],
+        journal: Journal,
+        earlier: Earlier,
+        advance: Advance,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._audit = audit
+        self.plan = plan
+        self.files = files
+        self._journal = journal
+        self.earlier = earlier
+        self.advance = advance
+        self.stop = threading.Event()
+        self._local = threading.local()
+        self._unsynced = 0
+        self._sync_lock = threading.Lock()
+        self.results: dict[tuple[int, int], Packed] = {}
+
+    def pack_all(self, threads: int) -> None:
+        """Pack every tensor; the first error stops all workers and is raised."""
+        order = sorted(self._tensors(), key=self._priority)
+        with ThreadPoolExecutor(threads + 1) as pool:
+            syncing = pool.submit(self._sync_loop)
+            work = [pool.submit(self._pack_tensor, o, t) for o, t in order]
+            try:
+                wait(work, return_when=FIRST_EXCEPTION)
+            finally:
+                self.stop.set()
+                for future in work:
+                    future.cancel()
+        _raise_first([*work, syncing])
+
+    def _tensors(self) -> Iterator[tuple[int, int]]:
+        for o, output in enumerate(self.plan.outputs):
+            for t in range(len(output.tensors)):
+                yield o, t
+
+    def _priority(self, key: tuple[int, int]) -> tuple[int, str, int]:
+        """Largest first (a giant at the end would leave cores idle), then in source order."""
+        tensor = self.plan.outputs[key[0]].tensors[key[1]]
+        giant = tensor.entry.nbytes > BLOCK_BYTES
+        weight = tensor.unit.weight
+        return (-tensor.entry.nbytes if giant else 0, weight.shard, weight.offset)
+
+    def _pack_tensor(self, o: int, t: int) -> None:
+        tensor = self.plan.outputs[o].tensors[t]
+        shard = self._checkpoint.shards[tensor.unit.weight.shard].path
+        buffers = self._local.__dict__.setdefault("buffers", Buffers())
+        try:
+            reader = RowReader(self._checkpoint, self._audit, tensor, buffers)
+            self.results[o, t] = _TensorWork(self, o, t, reader, buffers).run()
+        except Stopped:
+            return
+        except BaseException as error:
+            self.stop.set()
+            if isinstance(error, Ds4qError):
+                raise error.located(path=shard, tensor=tensor.unit.name) from error
+            raise
+
+    # ------------------------------------------------------------ syncing
+
+    def written(self, record: BlockRecord) -> None:
+        """Journal a block whose data was handed to the file."""
+        self._journal.record(record)
+        with self._sync_lock:
+            self._unsynced += record.nbytes
+
+    def _sync_loop(self) -> None:
+        """Push data to the disk while packing goes on, so that little is left for the end."""
+        while not self.stop.wait(0.05):
+            with self._sync_lock:
+                due = self._unsynced >= SYNC_BYTES
+                if due:
+                    self._unsynced = 0
+            if due:
+                for file in self.files:
+                    file.sync()
+                self._journal.sync()
+
+
+class _TensorWork:
+    """Packs one tensor block by block, or finds its blocks already written."""
+
+    def __init__(
+        self, pipeline: Pipeline, o: int, t: int, reader: RowReader, buffers: Buffers
+    ) -> None:
+        self._job = pipeline
+        self._key = (o, t)
+        self._tensor: PlannedTensor = pipeline.plan.outputs[o].tensors[t]
+        self._file = pipeline.files[o]
+        self._reader = reader
+        self._buffers = buffers
+        self._blocks = list(runs(self._tensor.rows, self._tensor.row_bytes, BLOCK_BYTES))
+        self._several = len(self._blocks) > 1
+        self._whole = Hashers()
+
+    def run(self) -> Packed:
+        """Bring every block into the partial file; digests are of the whole tensor."""
+        events = Events()
+        record: BlockRecord | None = None
+        for b, (first, count) in enumerate(self._blocks):
+            key = (*self._key, b)
+            record = self._job.earlier.blocks.get(key)
+            if record is None or not self._still_there(first, count, record):
+                record = self._write(key, first, count)
+            events.add(Events(**record.events))  # type: ignore[arg-type]
+            self._job.advance(record.nbytes)
+        if record is None or self._several:
+            packed, sources = self._whole.packed.hexdigest(), self._whole.source_digests()
+        else:
+            packed, sources = record.packed, record.sources
+        if self._reader.whole_scale is not None:
+            sources = (*sources, xxhash.xxh3_128(self._reader.whole_scale.data).hexdigest())
+        return Packed(packed, sources, events)
+
+    def _chunks(self, first: int, count: int) -> Iterator[tuple[int, int, U8, int]]:
+        """First row, row count, a buffer for the packed rows, their offset in the file."""
+        for at, n in runs(count, self._tensor.row_bytes, CHUNK_BYTES):
+            if self._job.stop.is_set():
+                raise Stopped
+            row = first + at
+            packed = self._buffers.take("packed", n * self._tensor.row_bytes)
+            yield row, n, packed, self._tensor.entry.offset + row * self._tensor.row_bytes
+
+    def _write(self, key: tuple[int, int, int], first: int, count: int) -> BlockRecord:
+        """Pack, compare, write and journal rows ``first`` .. ``first + count``."""
+        own, events = Hashers(), Events()
+        lossless = self._job.plan.options.recipe.lossless
+        for row, n, packed, offset in self._chunks(first, count):
+            rows, parts = self._reader.read(row, n)
+            events.add(pack(rows, self._tensor.target, packed, lossless=lossless))
+            own.add(packed, parts)
+            if self._several:
+                self._whole.add(packed, parts)
+            self._file.pwrite(packed, offset)
+        record = BlockRecord(
+            *key,
+            count * self._tensor.row_bytes,
+            own.packed.hexdigest(),
+            own.source_digests(),
+            events.document(),
+        )
+        self._job.written(record)
+        return record
+
+    def _still_there(self, first: int, count: int, record: BlockRecord) -> bool:
+        """Whether an earlier run's block is in the partial file, byte for byte.
+
+        The source is read too where its digest is needed for the whole tensor, or where the shard
+        is not the file that the earlier run saw.
+        """
+        read_source = (
+            self._several or self._tensor.unit.weight.shard in self._job.earlier.distrusted
+        )
+        own, whole = Hashers(), self._whole.copy()
+        for row, n, packed, offset in self._chunks(first, count):
+            self._file.pread_into(packed, offset)
+            parts = self._reader.read(row, n)[1] if read_source else ()
+            own.add(packed, parts)
+            if self._several:
+                whole.add(packed, parts)
+        if own.packed.hexdigest() != record.packed:
+            return False
+        if read_source and own.source_digests() != record.sources:
+            return False
+        self._whole = whole
+        return True
+
+
+def _raise_first(futures: list[Future[None]]) -> None:
+    for future in futures:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            raise error
+
+
+# ---------------------------------------------------------------- after packing
+
+
+def source_digest(checkpoint: Checkpoint, digests: dict[str, str]) -> str:
+    """SHA-256 (hex) of the canonical list of [name, dtype, shape, xxh3-128] of the source tensors.
+
+    ``digests`` maps the tensors that were read to their xxh3-128; sorted by name, so that it does
+    not depend on sharding.
+    """
+    rows = [
+        [name, checkpoint.tensors[name].dtype, list(checkpoint.tensors[name].shape), digest]
+        for name, digest in sorted(digests.items())
+    ]
+    return hashlib.sha256(canonical(rows)).hexdigest()
+
+
+def tensor_records(output: Output, results: list[Packed]) -> tuple[TensorRecord, ...]:
+    """The receipt's rows of one output."""
+    records = []
+    for tensor, result in zip(output.tensors, results, strict=True):
+        unit = tensor.unit
+        sources: list[SourceTensor] = [unit.weight] + ([unit.scale] if unit.scale else [])
+        records.append(
+            TensorRecord(
+                tensor.entry.name,
+                tensor.target.name,
+                tensor.entry.shape,
+                tensor.entry.nbytes,
+                result.packed,
+                tuple(
+                    SourceRecord(source.name, source.dtype, source.shape, digest)
+                    for source, digest in zip(sources, result.sources, strict=True)
+                ),
+                result.events.document(),
+            )
+        )
+    return tuple(records)
+
+
+def seal(
+    file: PartialFile, output: Output, plan: Plan, results: list[Packed], digest: str
+) -> Receipt:
+    """Write the front, read the file back against its digests, sync it; the receipt is returned.
+
+    The sync runs while the file is read back: both wait for different things.
+    """
+    front = output.front(digest)
+    file.pwrite(front, 0)
+    with ThreadPoolExecutor(2) as pool:
+        syncing = pool.submit(file.sync)
+        checking = pool.submit(_read_back, file, output, results)
+        sha256 = sha256_stream(file.pread_into, file.file_bytes, lambda nbytes: None)
+        checking.result()
+        syncing.result()
+    ours = output.metadata["ds4q"]
+    return Receipt(
+        file_bytes=file.file_bytes,
+        sha256=sha256,
+        index_xxh3=ours["index_xxh3"],
+        recipe=ours["recipe"],
+        tool_version=ours["tool_version"],
+        source_fingerprint=plan.fingerprint,
+        source_digest=digest,
+        partial=plan.partial,
+        skipped=plan.skipped,
+        tensors=tensor_records(output, results),
+    )
+
+
+def _read_back(file: PartialFile, output: Output, results: list[Packed]) -> None:
+    buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
+    for tensor, result in zip(output.tensors, results, strict=True):
+        hasher = xxhash.xxh3_128()
+        for start in range(0, tensor.entry.nbytes, CHUNK_BYTES):
+            part = buffer[: min(CHUNK_BYTES, tensor.entry.nbytes - start)]
+            file.pread_into(part, tensor.entry.offset + start)
+            hasher.update(part.data)
+        if hasher.hexdigest() != result.packed:
+            raise WriteError(
+                "the file read back differs from what was written",
+                path=file.path,
+                tensor=tensor.entry.name,
+                expected=result.packed,
+                found=hasher.hexdigest(),
+                remedy="check disk and memory of this machine",
+            )

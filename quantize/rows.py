@@ -1,0 +1,88 @@
+"""Owns reading a source tensor in runs of rows, in buffers that a thread uses again and again.
+
+Memory is bounded by a run of rows, not by a tensor: the largest source tensor is a gigabyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.quantize.audit import FP8_BLOCK, Audit
+from ds4q.quantize.checkpoint import Checkpoint
+from ds4q.quantize.convert import Rows, scale_grid
+from ds4q.quantize.plan import PlannedTensor
+
+U8 = npt.NDArray[np.uint8]
+CHUNK_BYTES = 1 << 20  # of packed rows: source and packed run fit a core's L2 cache together
+ROW_GRANULE = 32  # runs begin at a multiple: no Q8F16 group crosses a border
+
+
+class Buffers:
+    """Named byte buffers of one thread; each grows to the largest request and is used again."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, U8] = {}
+
+    def take(self, name: str, nbytes: int) -> U8:
+        """A view of ``nbytes`` bytes; valid until ``name`` is taken again."""
+        held = self._held.get(name)
+        if held is None or held.nbytes < nbytes:
+            held = self._held[name] = np.empty(nbytes, dtype=np.uint8)
+        return held[:nbytes]
+
+
+def runs(rows: int, row_bytes: int, limit_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut ``rows`` into (first, count) of about ``limit_bytes`` each."""
+    count = max(1, limit_bytes // row_bytes)
+    if count > ROW_GRANULE:
+        count -= count % ROW_GRANULE
+    else:
+        count = ROW_GRANULE
+    for first in range(0, rows, count):
+        yield first, min(count, rows - first)
+
+
+class RowReader:
+    """Reads rows of one planned tensor; the FP8 grid is read once and kept."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, audit: Audit, tensor: PlannedTensor, buffers: Buffers
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._tensor = tensor
+        self._buffers = buffers
+        self._block = audit.dims.fp8_block or FP8_BLOCK
+        unit = tensor.unit
+        self._row_bytes = unit.weight.nbytes // tensor.rows
+        self._grid: npt.NDArray[np.float32] | None = None
+        self._grid_raw: U8 | None = None
+        if unit.kind == "fp8" and unit.scale is not None:
+            self._grid_raw = checkpoint.read(unit.scale)
+            self._grid = scale_grid(self._grid_raw, unit.scale.dtype, unit.scale.shape)
+
+    def read(self, first: int, count: int) -> tuple[Rows, tuple[U8, ...]]:
+        """Rows ``first`` .. ``first + count``, and the raw bytes that belong to them alone.
+
+        The raw parts are (weight,) or, for FP4, (weight, scale); an FP8 grid belongs to the whole
+        tensor and is given by ``whole_scale``.
+        """
+        unit = self._tensor.unit
+        weight = self._buffers.take("weight", count * self._row_bytes)
+        self._checkpoint.read_into(unit.weight, weight, first * self._row_bytes)
+        scale: U8 | npt.NDArray[np.float32] | None = self._grid
+        parts: tuple[U8, ...] = (weight,)
+        if unit.kind == "fp4" and unit.scale is not None:
+            scale_row_bytes = unit.scale.nbytes // self._tensor.rows
+            scale = self._buffers.take("scale", count * scale_row_bytes)
+            self._checkpoint.read_into(unit.scale, scale, first * scale_row_bytes)
+            parts = (weight, scale)
+        rows = Rows(unit.kind, first, count, self._tensor.k, weight, scale, self._block)
+        return rows, parts
+
+    @property
+    def whole_scale(self) -> U8 | None:
+        """The raw bytes of an FP8 scale grid; None where there is none."""
+        return self._grid_raw
