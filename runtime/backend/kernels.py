@@ -35,6 +35,7 @@ LANES = 16
 STEP = 32  # columns
 TOKENS = 4  # that share one decode of a row
 ROW_TILE = 32  # rows that stay in the second-level cache while the tokens pass by
+PREFETCH_BYTES = 4352  # beyond the page that is being read, where hardware prefetchers stop
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
@@ -61,6 +62,14 @@ def _offset(builder: Any, address: Any, nbytes: int) -> Any:
 def _call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
     function = ir.FunctionType(kind, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Ask for a line that is read soon; an address past the end is no fault."""
+    pointer = builder.inttoptr(address, _I8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+    builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])  # read, keep, data cache
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -257,6 +266,7 @@ def _emit_row(
     blocks = builder.lshr(columns, _I64(5))
     with cgutils.for_range(builder, blocks) as loop:
         at = builder.add(first, builder.mul(loop.index, _I64(form.step_bytes)))
+        _prefetch(builder, _offset(builder, at, PREFETCH_BYTES))
         w0, w1, scale = form.block(builder, cpu, at)
         factor = None if scale is None else _broadcast(builder, scale)
         x_at = builder.mul(loop.index, _I64(STEP * 4))
@@ -406,10 +416,14 @@ def multiply_rows(
 @jit
 def multiply(type_id: int, address: int, rows: int, row_bytes: int, x: Array, out: Array) -> None:
     """``out = x W^T`` for one matrix, in one call."""
-    items = np.arange(x.shape[0])
-    starts = np.zeros(2, dtype=np.int64)
-    starts[1] = x.shape[0]
-    addresses = np.full(1, address, dtype=np.int64)
+    tokens = x.shape[0]
+    items = np.empty(tokens, dtype=np.int64)
+    for t in range(tokens):
+        items[t] = t
+    starts = np.empty(2, dtype=np.int64)
+    starts[0], starts[1] = 0, tokens
+    addresses = np.empty(1, dtype=np.int64)
+    addresses[0] = address
     xs = spread(x, type_id)
     multiply_rows(type_id, addresses, starts, items, items, 0, rows, rows, row_bytes, xs, out)
 
@@ -425,7 +439,8 @@ def plan_gate_up(
     """
     experts, n = len(table), len(slots)
     addresses = np.empty(2 * experts, dtype=np.int64)
-    both = np.zeros(2 * experts + 1, dtype=np.int64)
+    both = np.empty(2 * experts + 1, dtype=np.int64)
+    both[0] = 0
     for e in range(experts):
         addresses[e], addresses[experts + e] = table[e, 0], table[e, 1]
         both[e + 1], both[experts + e + 1] = starts[e + 1], n + starts[e + 1]

@@ -1,0 +1,1 @@
+"""Owns measurements, each runnable as ``python -m benchmarks.NAME``. The product imports none."""
