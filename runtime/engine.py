@@ -1,0 +1,219 @@
+"""Owns a loaded model: opening an artifact, sequences, and tokens to logits.
+
+It knows no text and picks no token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.artifact.hfq import ARCH_DEEPSEEK4, Reader
+from ds4q.runtime import kv
+from ds4q.runtime.backend.cpu import CpuBackend
+from ds4q.runtime.backend.workers import Workers
+from ds4q.runtime.config import ModelConfig, parse_config
+from ds4q.runtime.errors import ConfigError, ContextError, RunError, TokenError
+from ds4q.runtime.experts.resident import ResidentExperts
+from ds4q.runtime.experts.store import ExpertStore
+from ds4q.runtime.kv import State
+from ds4q.runtime.model.block import Block
+from ds4q.runtime.model.head import Embedding, Head
+from ds4q.runtime.model.parts import Parts, Places, Step, Trace, WeightSource
+from ds4q.runtime.model.rope import layer_frequencies
+from ds4q.runtime.source import ArtifactSource, Progress
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+
+BATCH_TOKENS = 256
+
+
+class Engine:
+    """A DeepSeek-V4 model in memory, on the CPU in float32.
+
+    Parameters
+    ----------
+    config, source, experts : the model's constants, tensors and routed experts
+    threads : most threads that one operator uses
+    max_context : most tokens of one sequence; None takes the model's own limit and lets caches
+        grow, a number sizes them at once
+    batch_tokens : most tokens that go through the layers together; bounds memory, changes nothing
+    metadata : the artifact's, for whoever needs its tokenizer
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: WeightSource,
+        experts: ExpertStore,
+        *,
+        threads: int,
+        max_context: int | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        limit = config.max_position_embeddings
+        if max_context is not None and not 1 <= max_context <= limit:
+            raise ContextError(
+                "context length out of range",
+                expected=f"1 to {limit}",
+                found=max_context,
+                remedy="choose a context that the model has positions for",
+            )
+        if batch_tokens < 1:
+            raise RunError("bad batch size", expected="1 or more", found=batch_tokens)
+        self.config = config
+        self.metadata = {} if metadata is None else metadata
+        self.max_context = limit if max_context is None else max_context
+        self._sized_context = max_context
+        self._batch_tokens = batch_tokens
+        parts = Parts(config, source, experts, CpuBackend(threads), Workers(threads))
+        self._embedding = Embedding(parts)
+        self._blocks = [Block(parts, layer) for layer in range(config.num_hidden_layers)]
+        self._head = Head(parts)
+        self._frequencies = {
+            ratio: layer_frequencies(config, layer)
+            for layer, ratio in enumerate(config.compress_ratios)
+        }
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        threads: int,
+        max_context: int | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Load an artifact, all experts resident.
+
+        Everything that the header and index can tell is checked before the first large read.
+
+        Parameters
+        ----------
+        path : an HFQ file
+        progress : called with (bytes read, bytes in all)
+
+        Raises
+        ------
+        ArtifactError : the file breaks a rule of the format
+        RunError : it holds no complete model that this runtime can run
+        """
+        with Reader(path) as reader:
+            config = _checked_config(reader)
+            source = ArtifactSource(reader)
+            engine = cls(
+                config,
+                source,
+                ResidentExperts(config, source),
+                threads=threads,
+                max_context=max_context,
+                batch_tokens=batch_tokens,
+                metadata=reader.metadata,
+            )
+            source.fill(progress)
+            reader.check_unchanged()
+        return engine
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.config.vocab_size
+
+    def new_state(self) -> State:
+        """An empty sequence."""
+        return kv.new_state(self.config, self._batch_tokens, self._sized_context)
+
+    def forward(
+        self,
+        state: State,
+        ids: Sequence[int] | npt.NDArray[np.integer[Any]],
+        logits: Literal["all", "last"] = "last",
+        *,
+        trace: Trace | None = None,
+    ) -> F32:
+        """Append ``ids`` to the sequence and return logits.
+
+        The position moves batch by batch; a call that is interrupted leaves ``state`` at the end
+        of the last whole batch.
+
+        Parameters
+        ----------
+        state : from ``new_state`` of this engine; advanced
+        ids : 1-D token ids
+        logits : those of every id, or of the last only
+        trace : called with names and arrays of intermediate values, once per batch and name
+
+        Returns
+        -------
+        f32 [T, vocab] or [1, vocab]
+        """
+        tokens = self._checked_ids(state, ids)
+        out = np.empty((len(tokens) if logits == "all" else 1, self.vocab_size), np.float32)
+        for start in range(0, len(tokens), self._batch_tokens):
+            batch = tokens[start : start + self._batch_tokens]
+            streams = self._advance(state, batch, trace)
+            if logits == "all":
+                out[start : start + len(batch)] = self._head(streams, trace)
+            elif start + len(batch) == len(tokens):
+                out[:] = self._head(streams[-1:], trace)
+            state.position += len(batch)
+        return out
+
+    def _advance(self, state: State, ids: I64, trace: Trace | None) -> F32:
+        """One batch through all layers; the caches hold it, the position does not count it yet."""
+        places = {
+            ratio: Places.of(frequencies, ratio, state.position, len(ids))
+            for ratio, frequencies in self._frequencies.items()
+        }
+        step = Step(ids, state.position, places, trace)
+        streams = self._embedding(ids)
+        for block, cache in zip(self._blocks, state.layers, strict=True):
+            streams = block(streams, step, cache)
+        return streams
+
+    def _checked_ids(self, state: State, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> I64:
+        tokens = np.asarray(ids)
+        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
+            raise TokenError(
+                "not a list of token ids",
+                expected="one or more integers",
+                found=f"{tokens.dtype} {tokens.shape}",
+            )
+        bad = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+        if bad.size:
+            raise TokenError(expected=f"0..{self.vocab_size - 1}", found=int(bad[0]))
+        if state.position + len(tokens) > self.max_context:
+            raise ContextError(
+                expected=f"at most {self.max_context} tokens",
+                found=state.position + len(tokens),
+            )
+        return tokens.astype(np.int64)
+
+
+def _checked_config(reader: Reader) -> ModelConfig:
+    """The config of a complete DeepSeek-V4 artifact; refuses any other file."""
+    if reader.arch_id != ARCH_DEEPSEEK4:
+        raise RunError(
+            "not a DeepSeek-V4 artifact",
+            path=reader.path,
+            expected=f"arch id {ARCH_DEEPSEEK4}",
+            found=reader.arch_id,
+        )
+    ours = reader.metadata.get("ds4q")
+    if isinstance(ours, dict) and ours.get("partial"):
+        raise RunError(
+            "the artifact was made from part of a model",
+            path=reader.path,
+            remedy="quantize the whole checkpoint without --allow-partial",
+        )
+    config = reader.metadata.get("config")
+    if not isinstance(config, dict):
+        raise ConfigError("metadata holds no config object", path=reader.path)
+    return parse_config(config, path=reader.path)

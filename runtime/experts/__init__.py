@@ -1,0 +1,1 @@
+"""Owns where routed experts are kept and how the model asks for them. Multiplies nothing."""

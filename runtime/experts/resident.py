@@ -1,0 +1,63 @@
+"""Owns the store that holds every routed expert in memory, packed, one buffer per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.artifact.types import type_of
+from ds4q.runtime.backend.weights import Expert, Weight
+from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.errors import ModelTensorError
+
+
+class MatrixSource(Protocol):
+    """Where packed matrices come from."""
+
+    def matrices(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Weight]:
+        """Packed matrices by name, in one buffer."""
+
+
+class ResidentExperts:
+    """All experts of all layers. Nothing is fetched after construction.
+
+    Parameters
+    ----------
+    source : asked once per layer for all of the layer's matrices
+    """
+
+    def __init__(self, config: ModelConfig, source: MatrixSource) -> None:
+        self._layers = [
+            _layer_experts(config, source, layer) for layer in range(config.num_hidden_layers)
+        ]
+
+    def get(self, layer: int, ids: npt.NDArray[np.integer[Any]]) -> Mapping[int, Expert]:
+        """All experts of ``layer``; they stay valid."""
+        return self._layers[layer]
+
+
+def _layer_experts(config: ModelConfig, source: MatrixSource, layer: int) -> dict[int, Expert]:
+    d, width = config.hidden_size, config.moe_intermediate_size
+    shapes = {"w1": (width, d), "w3": (width, d), "w2": (d, width)}
+    names = [f"layers.{layer}.ffn.experts.{e}" for e in range(config.n_routed_experts)]
+    found = source.matrices(
+        {f"{name}.{w}.weight": shape for name in names for w, shape in shapes.items()}
+    )
+    types = {w: found[f"{names[0]}.{w}.weight"].type_id for w in shapes}
+    types["w3"] = types["w1"]  # gate and up share one pass over the activations
+    for name in names:
+        for w, kind in types.items():
+            tensor = f"{name}.{w}.weight"
+            if found[tensor].type_id != kind:
+                raise ModelTensorError(
+                    "experts of one layer differ in type",
+                    tensor=tensor,
+                    expected=type_of(kind).name,
+                    found=type_of(found[tensor].type_id).name,
+                )
+    return {
+        e: Expert(*(found[f"{name}.{w}.weight"] for w in shapes)) for e, name in enumerate(names)
+    }

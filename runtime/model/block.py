@@ -1,0 +1,47 @@
+"""Owns one layer: attention and experts, each inside its hyper-connection."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.runtime.kv import LayerCache
+from ds4q.runtime.model.attention import Attention
+from ds4q.runtime.model.hyper import HyperConnection, expand
+from ds4q.runtime.model.moe import MoE
+from ds4q.runtime.model.parts import Parts, Step
+
+F32 = npt.NDArray[np.float32]
+
+
+class Block:
+    """``layers.N.*``."""
+
+    def __init__(self, parts: Parts, layer: int) -> None:
+        name = f"layers.{layer}"
+        self._layer = layer
+        self._around_attention = HyperConnection(
+            parts, f"{name}.hc_attn", f"{name}.attn_norm.weight"
+        )
+        self._attention = Attention(parts, layer)
+        self._around_experts = HyperConnection(parts, f"{name}.hc_ffn", f"{name}.ffn_norm.weight")
+        self._experts = MoE(parts, layer)
+
+    def __call__(self, streams: F32, step: Step, cache: LayerCache) -> F32:
+        """Streams [T, n, d] after the layer; advances ``cache``, changes no input."""
+        collapsed, x, post, comb = self._around_attention.collapse(streams)
+        y = self._attention(x, step, cache)
+        if step.trace is not None:
+            step.trace(f"l{self._layer}.attn_in", collapsed)
+            step.trace(f"l{self._layer}.attn_post", post)
+            step.trace(f"l{self._layer}.attn_comb", comb)
+            step.trace(f"l{self._layer}.attn_out", y)
+        streams = expand(streams, y, post, comb)
+        collapsed, x, post, comb = self._around_experts.collapse(streams)
+        y = self._experts(x, step)
+        streams = expand(streams, y, post, comb)
+        if step.trace is not None:
+            step.trace(f"l{self._layer}.ffn_in", collapsed)
+            step.trace(f"l{self._layer}.ffn_out", y)
+            step.trace(f"l{self._layer}.streams", streams)
+        return streams

@@ -1,0 +1,102 @@
+"""Owns what the operators of the model are built from and called with. No arithmetic.
+
+``WeightSource`` keeps the model apart from the artifact: tests and later loaders bring their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.runtime.backend.cpu import CpuBackend
+from ds4q.runtime.backend.weights import Weight
+from ds4q.runtime.backend.workers import Workers
+from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.experts.store import ExpertStore
+from ds4q.runtime.model import rope
+
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+Trace = Callable[[str, npt.NDArray[Any]], None]
+
+# Below this many multiplications a second thread costs more than it saves.
+_SHARED_WORK = 1 << 21
+
+
+class WeightSource(Protocol):
+    """Gives the model its tensors by name; each method refuses another shape with an error."""
+
+    def matrix(self, name: str, rows: int, cols: int) -> Weight:
+        """A packed [rows, cols] matrix."""
+
+    def values(self, name: str, *shape: int) -> F32:
+        """A small tensor, decoded."""
+
+    def ids(self, name: str, rows: int, cols: int, below: int) -> npt.NDArray[np.int32]:
+        """A table of ids in 0 .. below - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an operator's constructor takes."""
+
+    config: ModelConfig
+    source: WeightSource
+    experts: ExpertStore
+    backend: CpuBackend
+    workers: Workers
+
+
+def share(workers: Workers, kernel: Callable[[int, int], None], units: int, unit_work: int) -> None:
+    """Run ``kernel`` over ``range(units)``, on several threads where that pays.
+
+    ``unit_work`` is roughly the multiplications of one unit.
+    """
+    if workers.threads > 1 and units > 1 and units * unit_work >= _SHARED_WORK:
+        workers.run(kernel, units)
+    else:
+        kernel(0, units)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What positions mean to the layers of one ratio, for the tokens of one step.
+
+    ``cos``, ``sin`` [T, pairs] at the tokens; ``window_cos``, ``window_sin`` [windows, pairs] at
+    the first token of each window that the step completes; ``counts`` [T] entries each token sees.
+    """
+
+    ratio: int
+    cos: F32
+    sin: F32
+    window_cos: F32
+    window_sin: F32
+    counts: I64
+
+    @staticmethod
+    def of(frequencies: npt.NDArray[np.float64], ratio: int, first: int, tokens: int) -> Places:
+        """Places of positions ``first`` .. ``first + tokens - 1``."""
+        cos, sin = rope.tables(frequencies, first, tokens)
+        if not ratio:
+            return Places(0, cos, sin, cos[:0], sin[:0], np.zeros(tokens, dtype=np.int64))
+        started, done = first // ratio, (first + tokens) // ratio
+        windows = rope.tables(frequencies, started * ratio, done - started, ratio)
+        counts = np.arange(first + 1, first + tokens + 1) // ratio
+        return Places(ratio, cos, sin, *windows, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch of tokens on its way through the layers.
+
+    ``ids`` int64 [T] stand at positions ``first`` on; ``places`` holds one entry per ratio.
+    """
+
+    ids: I64
+    first: int
+    places: dict[int, Places]
+    trace: Trace | None = None

@@ -1,0 +1,162 @@
+"""Owns reading the tensors of an artifact for the model: checks first, then all bytes in parallel.
+
+Building the model asks for every tensor it needs and gets buffers that are still empty, so what is
+missing or misshapen is refused before the first large read; ``fill`` then reads them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.artifact.formats import Codec, codec_for
+from ds4q.artifact.hfq import Reader, TensorEntry
+from ds4q.artifact.types import TIDI32, check_entry, type_of
+from ds4q.runtime.backend.kernels import FORMATS
+from ds4q.runtime.backend.weights import Weight
+from ds4q.runtime.errors import BackendTypeError, ModelTensorError
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+Progress = Callable[[int, int], None]
+
+_LANES = 4  # more parallel reads were slower on every disk tried upstream (hipfire)
+_PIECE_BYTES = 16 << 20
+
+
+class ArtifactSource:
+    """The tensors of an open artifact, as the model takes them.
+
+    Parameters
+    ----------
+    reader : stays open until ``fill`` has returned
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._planned: list[tuple[TensorEntry, U8]] = []
+
+    def matrix(self, name: str, rows: int, cols: int) -> Weight:
+        """A packed [rows, cols] matrix, whose bytes arrive with ``fill``."""
+        entry = self._matrix_entry(name, (rows, cols))
+        return self._plan(entry, np.empty(entry.nbytes, dtype=np.uint8))
+
+    def matrices(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Weight]:
+        """Packed matrices in one buffer, in the order of the file; bytes arrive with ``fill``."""
+        entries = [self._matrix_entry(name, shape) for name, shape in shapes.items()]
+        buffer = np.empty(sum(entry.nbytes for entry in entries), dtype=np.uint8)
+        found, at = {}, 0
+        for entry in sorted(entries, key=lambda entry: entry.offset):
+            found[entry.name] = self._plan(entry, buffer[at : at + entry.nbytes])
+            at += entry.nbytes
+        return found
+
+    def values(self, name: str, *shape: int) -> F32:
+        """A small tensor of any decodable float type, read and decoded now."""
+        entry = self._entry(name, shape)
+        if entry.type_id == TIDI32.id:
+            raise ModelTensorError(
+                "ids where numbers belong", path=self._reader.path, tensor=name, found=TIDI32.name
+            )
+        return np.ascontiguousarray(self._decoded(entry), dtype=np.float32)
+
+    def ids(self, name: str, rows: int, cols: int, below: int) -> npt.NDArray[np.int32]:
+        """A table of ids in 0 .. below - 1, read now."""
+        entry = self._entry(name, (rows, cols))
+        if entry.type_id != TIDI32.id:
+            raise ModelTensorError(
+                "numbers where ids belong",
+                path=self._reader.path,
+                tensor=name,
+                expected=TIDI32.name,
+                found=type_of(entry.type_id).name,
+            )
+        table = self._decoded(entry)
+        if int(table.max()) >= below:
+            raise ModelTensorError(
+                "id out of range",
+                path=self._reader.path,
+                tensor=name,
+                expected=f"0..{below - 1}",
+                found=int(table.max()),
+            )
+        return table.astype(np.int32)
+
+    def fill(self, progress: Progress | None) -> None:
+        """Read and check the bytes of every planned matrix.
+
+        ``progress`` is called with (bytes done, bytes in all), in this thread.
+        """
+        total = sum(entry.nbytes for entry, _ in self._planned)
+        done = 0
+        with ThreadPoolExecutor(_LANES, "ds4q-read") as pool:
+            jobs = [
+                pool.submit(self._read_rows, entry, buffer, first, last)
+                for entry, buffer in self._planned
+                for first, last in _row_pieces(entry)
+            ]
+            try:
+                for job in as_completed(jobs):
+                    done += job.result()
+                    if progress is not None:
+                        progress(done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        self._planned.clear()
+
+    def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        path = self._reader.path
+        entry = self._reader.tensors.get(name)
+        if entry is None:
+            raise ModelTensorError("tensor is missing", path=path, tensor=name)
+        if entry.shape != shape:
+            raise ModelTensorError(
+                path=path, tensor=name, expected=list(shape), found=list(entry.shape)
+            )
+        check_entry(entry.type_id, shape, entry.group_size, entry.nbytes, path=path, tensor=name)
+        return entry
+
+    def _matrix_entry(self, name: str, shape: tuple[int, int]) -> TensorEntry:
+        entry = self._entry(name, shape)
+        if entry.type_id not in FORMATS:
+            raise BackendTypeError(
+                path=self._reader.path, tensor=name, found=type_of(entry.type_id).name
+            )
+        return entry
+
+    def _plan(self, entry: TensorEntry, buffer: U8) -> Weight:
+        self._planned.append((entry, buffer))
+        rows, cols = entry.shape
+        return Weight(entry.type_id, rows, cols, buffer)
+
+    def _codec(self, entry: TensorEntry) -> Codec:
+        return codec_for(entry.type_id, path=self._reader.path, tensor=entry.name)
+
+    def _decoded(self, entry: TensorEntry) -> npt.NDArray[np.float32]:
+        payload, codec = self._reader.read(entry.name), self._codec(entry)
+        codec.validate(payload, entry.shape, path=self._reader.path, tensor=entry.name)
+        return codec.decode(payload, entry.shape)
+
+    def _read_rows(self, entry: TensorEntry, buffer: U8, first: int, last: int) -> int:
+        row_bytes = entry.nbytes // entry.shape[0]
+        part = buffer[first * row_bytes : last * row_bytes]
+        self._reader.read_into(entry, part, first * row_bytes)
+        self._codec(entry).validate(
+            part,
+            (last - first, entry.shape[1]),
+            first_row=first,
+            path=self._reader.path,
+            tensor=entry.name,
+        )
+        return part.nbytes
+
+
+def _row_pieces(entry: TensorEntry) -> list[tuple[int, int]]:
+    """Row ranges of about 16 MiB each that cover the tensor."""
+    rows = entry.shape[0]
+    step = max(1, _PIECE_BYTES * rows // entry.nbytes)
+    return [(first, min(rows, first + step)) for first in range(0, rows, step)]
