@@ -7,6 +7,7 @@ Numbers are HFQ's (hipfire ``docs/quant-formats/qt-register.txt``), a different 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds4q.artifact.errors import IndexFieldError, PayloadSizeError, TensorTypeError
@@ -112,6 +113,8 @@ BY_NAME: dict[str, TensorType] = {t.name: t for t in TYPES.values()}
 # Never to be assigned: upstream keeps them reserved, and 43 is burned.
 RESERVED_IDS = frozenset({23, 25, 26, 27, 43})
 
+ROW_GRANULE = 32  # runs of rows begin at a multiple: no group of 32 crosses a border
+
 if len(BY_NAME) != len(TYPES) or RESERVED_IDS & TYPES.keys():
     raise RuntimeError("artifact/types.py: a type name or number is used twice")
 if HFP4G32.row_bytes(4096) != 2192 or HFP4G32.row_bytes(2048) != 1104:
@@ -135,6 +138,21 @@ def decodable(type_id: int, *, path: object = None, tensor: str | None = None) -
             f"ds4q has no codec for tensor type {found.id} ({found.name})", path=path, tensor=tensor
         )
     return found
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and row length of a tensor; a vector or a scalar is one row."""
+    if len(shape) < 2:
+        return 1, shape[0] if shape else 1
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def row_runs(rows: int, row_bytes: int, limit_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut ``rows`` into (first, count) of about ``limit_bytes`` each."""
+    count = max(ROW_GRANULE, limit_bytes // row_bytes)
+    count -= count % ROW_GRANULE
+    for first in range(0, rows, count):
+        yield first, min(count, rows - first)
 
 
 def check_entry(

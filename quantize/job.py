@@ -239,7 +239,7 @@ class Job:
             if earlier is not None and earlier.renames is not None:
                 self._rename(earlier.renames)
                 receipts = [read_receipt(receipt_path(o.path)) for o in self.plan.outputs]
-                advance(self.plan.file_bytes)
+                advance(self.plan.payload_bytes)
                 return Summary(
                     self.plan,
                     tuple(receipts),
@@ -268,8 +268,9 @@ class Job:
         if earlier is not None and earlier.renames is not None:
             self._journal = Journal.reopen(path, earlier)
             return earlier
-        self._files = [PartialFile(o.path, o.layout.file_bytes) for o in self.plan.outputs]
-        self.started = True
+        for output in self.plan.outputs:
+            self._files.append(PartialFile(output.path, output.layout.file_bytes))
+            self.started = True  # the lock is ours: from here on a failure cleans up
         if earlier is not None:
             self._journal = Journal.reopen(path, earlier)
             return earlier

@@ -22,13 +22,14 @@ from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.metadata import canonical
 from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
+from ds4q.artifact.types import row_runs
 from ds4q.artifact.writer import PartialFile, WriteError
 from ds4q.quantize.audit import Audit
 from ds4q.quantize.checkpoint import Checkpoint, SourceTensor
 from ds4q.quantize.convert import Events, pack
 from ds4q.quantize.journal import BlockRecord, Journal
 from ds4q.quantize.plan import Output, Plan, PlannedTensor
-from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader, runs
+from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader
 
 U8 = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
@@ -181,7 +182,7 @@ class _TensorWork:
         self._file = pipeline.files[o]
         self._reader = reader
         self._buffers = buffers
-        self._blocks = list(runs(self._tensor.rows, self._tensor.row_bytes, BLOCK_BYTES))
+        self._blocks = list(row_runs(self._tensor.rows, self._tensor.row_bytes, BLOCK_BYTES))
         self._several = len(self._blocks) > 1
         self._whole = Hashers()
 
@@ -206,7 +207,7 @@ class _TensorWork:
 
     def _chunks(self, first: int, count: int) -> Iterator[tuple[int, int, U8, int]]:
         """First row, row count, a buffer for the packed rows, their offset in the file."""
-        for at, n in runs(count, self._tensor.row_bytes, CHUNK_BYTES):
+        for at, n in row_runs(count, self._tensor.row_bytes, CHUNK_BYTES):
             if self._job.stop.is_set():
                 raise Stopped
             row = first + at

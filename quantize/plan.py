@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ds4q.artifact import hfq, writer
 from ds4q.artifact.metadata import BLANK_DIGEST, canonical, front_digest, seal
-from ds4q.artifact.types import HFP4G32, TYPES, TensorType
+from ds4q.artifact.types import HFP4G32, TYPES, TensorType, matrix_shape
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.deepseek4 import Part
@@ -108,6 +108,11 @@ class Plan:
         """Bytes of all outputs together."""
         return sum(output.layout.file_bytes for output in self.outputs)
 
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all packed tensors together."""
+        return sum(t.entry.nbytes for output in self.outputs for t in output.tensors)
+
 
 def sidecar_path(trunk: Path, part: Part) -> Path:
     """``<stem>-dspark.<ext>`` or ``<stem>-mtp.<ext>`` beside the trunk."""
@@ -185,16 +190,6 @@ def _select(units: Sequence[Unit], options: Options) -> tuple[list[Unit], list[t
     return kept, skipped
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and row length; a vector or a scalar is one row."""
-    if len(shape) < 2:
-        return 1, shape[0] if shape else 1
-    rows = 1
-    for dim in shape[:-1]:
-        rows *= dim
-    return rows, shape[-1]
-
-
 def _plan_output(
     path: Path,
     part: Part,
@@ -236,7 +231,7 @@ def _plan_output(
     layout = writer.layout(specs, len(canonical(metadata)), arch_id=hfq.ARCH_DEEPSEEK4)
     metadata["ds4q"]["index_xxh3"] = front_digest(layout.header, layout.index)
     tensors = tuple(
-        PlannedTensor(unit, entry, *_matrix(entry.shape))
+        PlannedTensor(unit, entry, *matrix_shape(entry.shape))
         for unit, entry in zip(units, layout.entries, strict=True)
     )
     return Output(path, part, layout, metadata, tensors), warnings

@@ -5,8 +5,6 @@ Memory is bounded by a run of rows, not by a tensor: the largest source tensor i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,7 +15,6 @@ from ds4q.quantize.plan import PlannedTensor
 
 U8 = npt.NDArray[np.uint8]
 CHUNK_BYTES = 1 << 20  # of packed rows: source and packed run fit a core's L2 cache together
-ROW_GRANULE = 32  # runs begin at a multiple: no Q8F16 group crosses a border
 
 
 class Buffers:
@@ -32,17 +29,6 @@ class Buffers:
         if held is None or held.nbytes < nbytes:
             held = self._held[name] = np.empty(nbytes, dtype=np.uint8)
         return held[:nbytes]
-
-
-def runs(rows: int, row_bytes: int, limit_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut ``rows`` into (first, count) of about ``limit_bytes`` each."""
-    count = max(1, limit_bytes // row_bytes)
-    if count > ROW_GRANULE:
-        count -= count % ROW_GRANULE
-    else:
-        count = ROW_GRANULE
-    for first in range(0, rows, count):
-        yield first, min(count, rows - first)
 
 
 class RowReader:

@@ -1,0 +1,266 @@
+"""Owns the one pass over an artifact's payload that all content checks share.
+
+The file is read once from the disk: workers hand each run of rows to every visitor while a second
+reader hashes the same bytes a little ahead or behind, out of the page cache. Failures come back in
+file order, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ds4q.artifact.digest import sha256_stream
+from ds4q.artifact.errors import ArtifactError
+from ds4q.artifact.formats import Codec, codec_for
+from ds4q.artifact.hfq import Reader, TensorEntry
+from ds4q.artifact.receipt import Receipt, TensorRecord
+from ds4q.artifact.report import Check, Failure
+from ds4q.artifact.types import TYPES, matrix_shape, row_runs
+
+U8 = npt.NDArray[np.uint8]
+CHUNK_BYTES = 1 << 20
+WINDOW_BYTES = 512 << 20  # how far hashing and checking may drift apart
+
+
+class TensorVisitor(Protocol):
+    """Sees the packed rows of one tensor in order, in one thread."""
+
+    def rows(self, first: int, count: int, packed: U8) -> None:
+        """``packed`` (1-D) holds rows ``first`` .. ``first + count``; not to be kept."""
+
+    def done(self) -> list[Failure]:
+        """What was wrong with the tensor."""
+
+
+class Visitor(Protocol):
+    """A content check. ``begin`` is called by any thread, once a tensor."""
+
+    check: Check
+
+    def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
+        """A visitor for one tensor, or None where this check has nothing to see."""
+
+
+class _Gate:
+    """Keeps two readers of one file within ``WINDOW_BYTES`` of each other."""
+
+    def __init__(self, end: int) -> None:
+        self._moved = threading.Condition()
+        self._hashed = 0
+        self._starts: set[int] = set()
+        self._end = end
+        self.closed = False
+
+    def _checked(self) -> int:
+        return min(self._starts, default=self._end)
+
+    def begin(self, offset: int) -> None:
+        with self._moved:
+            self._moved.wait_for(lambda: self.closed or offset <= self._hashed + WINDOW_BYTES)
+
+    def finish(self, offset: int) -> None:
+        with self._moved:
+            self._starts.discard(offset)
+            self._moved.notify_all()
+
+    def expect(self, offsets: Sequence[int]) -> None:
+        self._starts.update(offsets)
+
+    def hashed(self, nbytes: int) -> None:
+        with self._moved:
+            self._hashed += nbytes
+            self._moved.notify_all()
+            self._moved.wait_for(
+                lambda: self.closed or self._hashed <= self._checked() + WINDOW_BYTES
+            )
+
+    def close(self) -> None:
+        with self._moved:
+            self.closed = True
+            self._moved.notify_all()
+
+
+def walk(
+    reader: Reader,
+    visitors: Sequence[Visitor],
+    *,
+    threads: int,
+    sha256: bool,
+    advance: Callable[[int], None],
+) -> str | None:
+    """Read every payload once and show it to ``visitors``; their checks collect the failures.
+
+    Returns the SHA-256 (hex) of the whole file where ``sha256`` asks for it.
+
+    Raises
+    ------
+    ArtifactError : the file could not be read to its end, or changed
+    """
+    entries = sorted(reader.tensors.values(), key=lambda e: e.offset)
+    gate = _Gate(reader.file_bytes)
+    gate.expect([e.offset for e in entries])
+    found: dict[tuple[int, int], list[Failure]] = {}
+
+    def look(number: int) -> None:
+        entry = entries[number]
+        if sha256:
+            gate.begin(entry.offset)
+        try:
+            if not gate.closed:
+                for v, failures in enumerate(_look_at(reader, entry, visitors, advance)):
+                    found[number, v] = failures
+        finally:
+            gate.finish(entry.offset)
+
+    with ThreadPoolExecutor(threads + 1) as pool:
+        hashing = (
+            pool.submit(sha256_stream, reader.pread_into, reader.file_bytes, gate.hashed)
+            if sha256
+            else None
+        )
+        work = [pool.submit(look, number) for number in range(len(entries))]
+        try:
+            wait([*work, *([hashing] if hashing else [])], return_when=FIRST_EXCEPTION)
+        finally:
+            gate.close()
+            for future in work:
+                future.cancel()
+    for future in work:
+        if not future.cancelled():
+            future.result()
+    reader.check_unchanged()
+    for (_, v), failures in sorted(found.items()):
+        for failure in failures:
+            visitors[v].check.fail(failure)
+    return hashing.result() if hashing else None
+
+
+_local = threading.local()
+
+
+def _look_at(
+    reader: Reader,
+    entry: TensorEntry,
+    visitors: Sequence[Visitor],
+    advance: Callable[[int], None],
+) -> list[list[Failure]]:
+    rows, k = matrix_shape(entry.shape)
+    active = [visitor.begin(entry, rows, k) for visitor in visitors]
+    row_bytes = entry.nbytes // rows
+    for first, count in row_runs(rows, row_bytes, CHUNK_BYTES):
+        buffer = getattr(_local, "buffer", None)
+        if buffer is None or buffer.nbytes < count * row_bytes:
+            buffer = _local.buffer = np.empty(count * row_bytes, dtype=np.uint8)
+        packed = buffer[: count * row_bytes]
+        reader.read_into(entry, packed, first * row_bytes)
+        for tensor in active:
+            if tensor is not None:
+                tensor.rows(first, count, packed)
+        advance(packed.nbytes)
+    return [[] if tensor is None else tensor.done() for tensor in active]
+
+
+class _Legal:
+    def __init__(self, codec: Codec, entry: TensorEntry, k: int) -> None:
+        self._codec, self._entry, self._k = codec, entry, k
+        self._failures: list[Failure] = []
+
+    def rows(self, first: int, count: int, packed: U8) -> None:
+        if self._failures:
+            return
+        try:
+            self._codec.validate(packed, (count, self._k), first_row=first, tensor=self._entry.name)
+        except ArtifactError as error:
+            self._failures.append(
+                Failure(
+                    error.what,
+                    tensor=self._entry.name,
+                    expected=None if error.expected is None else str(error.expected),
+                    found=None if error.found is None else str(error.found),
+                )
+            )
+
+    def done(self) -> list[Failure]:
+        return self._failures
+
+
+class LegalBytes:
+    """Every byte is one that its type allows: row headers, scales, finite numbers."""
+
+    def __init__(self, check: Check) -> None:
+        self.check = check
+
+    def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
+        return _Legal(codec_for(entry.type_id), entry, k)
+
+
+class _Digest:
+    def __init__(self, entry: TensorEntry, record: TensorRecord | None) -> None:
+        self._entry, self._record = entry, record
+        self._hasher = xxhash.xxh3_128()
+
+    def rows(self, first: int, count: int, packed: U8) -> None:
+        self._hasher.update(packed.data)
+
+    def done(self) -> list[Failure]:
+        name = self._entry.name
+        if self._record is None:
+            return [Failure("tensor is not in the receipt", tensor=name)]
+        found = self._hasher.hexdigest()
+        if found != self._record.xxh3:
+            message = "payload differs from its receipt"
+            return [Failure(message, tensor=name, expected=self._record.xxh3, found=found)]
+        return []
+
+
+class ReceiptDigests:
+    """Every payload has the digest, type and shape that the receipt records."""
+
+    def __init__(self, check: Check, receipt: Receipt) -> None:
+        self.check = check
+        self.receipt = receipt
+        self._records = {record.name: record for record in receipt.tensors}
+
+    def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
+        return _Digest(entry, self._records.get(entry.name))
+
+    def compare_front(self, reader: Reader, front: str) -> None:
+        """Length, header, index and the list of tensors, before any payload is read."""
+        if reader.file_bytes != self.receipt.file_bytes:
+            self.check.fail(
+                Failure(
+                    "file length differs from the receipt",
+                    expected=self.receipt.file_bytes,
+                    found=reader.file_bytes,
+                )
+            )
+        if front != self.receipt.index_xxh3:
+            self.check.fail(
+                Failure(
+                    "header or index differs from the receipt",
+                    expected=self.receipt.index_xxh3,
+                    found=front,
+                )
+            )
+        for record in self.receipt.tensors:
+            entry = reader.tensors.get(record.name)
+            if entry is None:
+                self.check.fail(
+                    Failure("tensor of the receipt is not in the file", tensor=record.name)
+                )
+            elif (TYPES[entry.type_id].name, entry.shape) != (record.type, record.shape):
+                self.check.fail(
+                    Failure(
+                        "type or shape differs from the receipt",
+                        tensor=record.name,
+                        expected=f"{record.type} {list(record.shape)}",
+                        found=f"{TYPES[entry.type_id].name} {list(entry.shape)}",
+                    )
+                )

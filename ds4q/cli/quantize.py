@@ -1,0 +1,164 @@
+"""Owns the ``ds4q quantize`` command: options in, summary out. The work is ``quantize/job.py``."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ds4q import __version__
+from ds4q.cli import common
+
+if TYPE_CHECKING:
+    from ds4q.quantize.job import Summary
+
+RECIPES = ("fp4", "fp4-q8", "fp4-f16")
+
+
+@click.command("quantize")
+@click.argument("source", type=click.Path(path_type=Path), metavar="SRC")
+@click.option(
+    "-o",
+    "--output",
+    "out",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="OUT.hfq",
+    help="Artifact to write; a draft model goes beside it (OUT-dspark.hfq, OUT-mtp.hfq).",
+)
+@click.option(
+    "--recipe",
+    type=click.Choice(RECIPES),
+    default="fp4",
+    show_default=True,
+    help="fp4 is lossless; fp4-q8 and fp4-f16 round the dense tensors and say by how much.",
+)
+@click.option(
+    "--include-prefix",
+    "include",
+    multiple=True,
+    metavar="P",
+    help="Keep only tensors whose names begin with P; repeatable.",
+)
+@click.option(
+    "--exclude-prefix",
+    "exclude",
+    multiple=True,
+    metavar="P",
+    help="Leave out tensors whose names begin with P; repeatable, applied after the includes.",
+)
+@click.option(
+    "--dspark",
+    "draft",
+    type=click.Choice(["split", "keep", "drop"]),
+    default="split",
+    show_default=True,
+    help="Draft tensors (mtp.*): to a file of their own, into OUT.hfq, or nowhere.",
+)
+@click.option(
+    "--allow-partial", is_flag=True, help="Accept a folder that holds only a part of the model."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Say what would be written, to the byte; write nothing."
+)
+@click.option("--resume", is_flag=True, help="Go on with an unfinished job of the same source.")
+@click.option("--force", is_flag=True, help="Replace existing output, or an unfinished job.")
+@common.threads_option
+@common.json_option
+@common.talk_options
+def command(
+    source: Path,
+    out: Path,
+    recipe: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    draft: Any,
+    allow_partial: bool,
+    dry_run: bool,
+    resume: bool,
+    force: bool,
+    threads: int,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Turn the checkpoint SRC (a folder of safetensors) into an HFQ artifact and its receipt.
+
+    Example: ds4q quantize DeepSeek-V4-Flash -o flash.hfq
+
+    The source is audited before any work. A stopped job goes on with --resume; nothing stands at a
+    final name before it is complete.
+    """
+    from ds4q.quantize.audit import audit
+    from ds4q.quantize.checkpoint import Checkpoint
+    from ds4q.quantize.job import Job, Summary
+    from ds4q.quantize.plan import Options, make_plan
+    from ds4q.quantize.recipe import RECIPES as recipes
+
+    if resume and force:
+        raise click.UsageError("--resume goes on with a job, --force starts over: give one of them")
+    options = Options(recipes[recipe], include, exclude, draft, allow_partial)
+    with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
+        audited = audit(checkpoint, allow_partial=allow_partial)
+        plan = make_plan(checkpoint, audited, out, options, __version__)
+        for warning in (*audited.warnings, *plan.warnings):
+            common.warn(warning)
+        job = Job(checkpoint, audited, plan, resume=resume, force=force)
+        job.preflight()
+        if dry_run:
+            summary = Summary(plan)
+        elif (finished := job.finished_earlier()) is not None:
+            summary = finished
+        else:
+            with (
+                common.last_words(lambda: _resume_line(source) if job.started else None),
+                common.progress("quantize", plan.payload_bytes, quiet=quiet) as advance,
+            ):
+                summary = job.run(threads, advance)
+    if as_json:
+        common.emit_json(summary.document())
+    else:
+        _print(summary, dry_run=dry_run, verbose=verbose)
+
+
+def _resume_line(source: Path) -> str:
+    """The command that goes on with this job: the same words, with --resume."""
+    import sys
+
+    words = [w for w in sys.argv[1:] if w not in ("--force", "--resume")]
+    return "continue with: " + shlex.join(["ds4q", *words, "--resume"])
+
+
+def _print(summary: Summary, *, dry_run: bool, verbose: bool) -> None:
+    document = summary.document()
+    verb = "would write" if dry_run else "already there:" if summary.already_done else "wrote"
+    for part in (document, *document["sidecars"]):
+        click.echo(f"{verb} {part['output']}: {part['bytes']:,} bytes, {part['tensors']:,} tensors")
+        for name, entry in part["types"].items():
+            click.echo(f"  {name:10} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
+        if part["bpw_experts"] is not None:
+            click.echo(f"  experts    {part['bpw_experts']:.4f} bits per weight")
+        if "sha256" in part:
+            click.echo(f"  sha256     {part['sha256']}")
+    if document["skipped"]:
+        click.echo(f"{document['skipped']:,} source tensors left out (listed in the receipt)")
+        if verbose:
+            for name, why in summary.plan.skipped:
+                click.echo(f"  {name}: {why}")
+    if not dry_run and not document["lossless"]:
+        events = document["events"]
+        click.echo(
+            f"rounded {events.get('inexact', 0):,} dense values, "
+            f"largest error {events.get('max_error', 0):.3g}"
+        )
+    if not dry_run:
+        click.echo(
+            f"{document['seconds']:.1f} s"
+            + (
+                f", {summary.resumed_bytes:,} bytes from an earlier run"
+                if summary.resumed_bytes
+                else ""
+            )
+        )
