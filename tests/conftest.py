@@ -26,6 +26,7 @@ def house_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in os.environ if n.startswith("DS4Q_") and n != "DS4Q_REFERENCE"]:
             patch.delenv(name)
+        patch.delenv("PYTHONUNBUFFERED", raising=False)  # users' streams are buffered
         patch.setenv("DS4Q_HOME", str(tmp_path_factory.mktemp("ds4q-home")))
         yield
 
