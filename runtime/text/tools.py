@@ -124,12 +124,8 @@ def _arguments(function: Mapping[str, Any]) -> list[tuple[str, Any]]:
             "the arguments of a tool call must be a JSON string", found=type(raw).__name__
         )
     try:
-        parsed = json.loads(raw, parse_constant=_refuse_constant)
-        json.dumps(parsed, allow_nan=False)  # 1e999 parses as infinity
+        parsed = json.loads(raw)
+        json.dumps(parsed, allow_nan=False)  # Python reads NaN, and 1e999 as infinity
     except (ValueError, RecursionError):
         return [("arguments", raw)]
     return list(parsed.items()) if isinstance(parsed, dict) else [("arguments", raw)]
-
-
-def _refuse_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")

@@ -165,9 +165,10 @@ def test_c21_streamed_text_is_the_plain_text(tokenizer: Tokenizer) -> None:
 
 def test_interrupt_keeps_what_there_is(tokenizer: Tokenizer) -> None:
     generation = start([97, 0xE4, KeyboardInterrupt()], tokenizer=tokenizer)
-    shown = []
+    shown: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         shown.extend(step.text for step in generation)
+    assert shown == ["a", ""]
     assert generation.ids == [97, 0xE4]
     assert generation.finish_reason is None
     assert (generation.end(), generation.end()) == ("�", "")

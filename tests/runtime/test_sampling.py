@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ def f32(values: list[float]) -> npt.NDArray[np.float32]:
 
 
 def of_probabilities(*values: float) -> npt.NDArray[np.float32]:
-    return np.log(np.array(values)).astype(np.float32)
+    return f32([math.log(value) for value in values])
 
 
 def draws(logits: npt.NDArray[np.float32], n: int, **options: Any) -> list[int]:
@@ -75,7 +77,14 @@ def test_temperature_sharpens() -> None:
 
 @pytest.mark.parametrize(
     ("top_p", "kept"),
-    [(0.05, {1}), (0.39, {1}), (0.41, {1, 3}), (0.69, {1, 3}), (0.75, {0, 1, 3}), (1, {0, 1, 2, 3})],
+    [
+        (0.05, {1}),
+        (0.39, {1}),
+        (0.41, {1, 3}),
+        (0.69, {1, 3}),
+        (0.75, {0, 1, 3}),
+        (1, {0, 1, 2, 3}),
+    ],
 )
 def test_nucleus_is_the_fewest_that_reach_top_p(top_p: float, kept: set[int]) -> None:
     logits = of_probabilities(0.2, 0.4, 0.1, 0.3)
@@ -83,7 +92,18 @@ def test_nucleus_is_the_fewest_that_reach_top_p(top_p: float, kept: set[int]) ->
 
 
 def test_nucleus_takes_the_lowest_ids_of_equals_and_no_more_than_reach_it() -> None:
-    assert set(draws(f32([0, 0, 0, 0]), 100, top_p=0.5)) == {0, 1}
+    assert set(draws(f32([0] * 64), 1000, top_p=0.5)) == {*range(32)}
+    even = math.e / (128 * math.e + 128)  # the probability of each even id
+    assert set(draws(f32([1, 0] * 128), 1000, top_p=31.5 * even)) == {*range(0, 64, 2)}
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (0.5, 3), (np.nextafter(1, 0), 3)])
+def test_draw_at_a_boundary_is_never_impossible(
+    number: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = sampler()
+    monkeypatch.setattr(draw, "_random", SimpleNamespace(random=lambda: number))
+    assert draw(f32([-3e38, 0, -3e38, 0, -3e38])) == token
 
 
 @given(values=LOGITS, top_p=st.floats(0, 1, exclude_min=True), seed=st.integers(0, 2**63 - 1))

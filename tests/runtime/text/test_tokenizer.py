@@ -120,6 +120,22 @@ def test_truncation_and_padding_of_the_file_are_not_applied() -> None:
     assert Tokenizer(tiny_json(limit)).encode("abcd") == list(b"abcd")
 
 
+def test_no_token_is_added_to_a_text() -> None:
+    """BOS is the prompt format's to write, even where the file's post-processor would add it."""
+
+    def begin(parsed: dict[str, Any]) -> None:
+        bos = {"SpecialToken": {"id": "bos", "type_id": 0}}
+        parsed["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {"bos": {"id": "bos", "ids": [256], "tokens": ["bos"]}},
+        }
+
+    assert tokenizers.Tokenizer.from_str(tiny_json(begin)).encode("a").ids == [256, 97]
+    assert Tokenizer(tiny_json(begin)).encode("a") == [97]
+
+
 def test_a_token_outside_the_byte_alphabet_is_its_own_text() -> None:
     tokenizer = Tokenizer(tiny_json(lambda parsed: parsed["model"]["vocab"].update({"你": 256})))
     assert tokenizer.control("<｜begin▁of▁sentence｜>") == 256
