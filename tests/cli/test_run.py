@@ -1,0 +1,557 @@
+"""ds4q run: options and exit statuses against a scripted engine, then the real models."""
+
+# ruff: noqa: RUF001 (the fullwidth bars of the control tokens are meant)
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ds4q.cli import main
+from ds4q.cli.common import Terminated
+from ds4q.cli.run import DEFAULT_MAX_TOKENS
+
+DS4Q = [sys.executable, "-m", "ds4q"]
+DATA = Path(__file__).parents[1] / "data"
+TINY, RANDOM = DATA / "ds4-tiny", DATA / "ds4-random"
+EOS = 257
+VOCAB = 512
+CHAT_HI = [256, 258, *b"hi", 259, 261]
+THINK_HI = [256, 258, *b"hi", 259, 260]
+
+
+def write_artifact(path: Path, metadata: dict[str, Any]) -> Path:
+    """An HFQ file without tensors: enough for whatever looks at the metadata only."""
+    body = json.dumps(metadata).encode() + struct.pack("<I", 0)
+    data_offset = -(-(32 + len(body)) // 4096) * 4096
+    header = struct.pack("<4sIIIQQ", b"HFQM", 1, 9, 0, 32, data_offset)
+    path.write_bytes((header + body).ljust(data_offset, b"\0"))
+    return path
+
+
+@pytest.fixture
+def metadata() -> dict[str, Any]:
+    return {
+        "config": json.loads((TINY / "config.json").read_text(encoding="utf-8")),
+        "tokenizer": (TINY / "tokenizer.json").read_text(encoding="utf-8"),
+        "generation_config": {"eos_token_id": EOS, "temperature": 0.7},
+    }
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, metadata: dict[str, Any]) -> str:
+    return str(write_artifact(tmp_path / "model.hfq", metadata))
+
+
+@pytest.fixture
+def bare_artifact(tmp_path: Path, metadata: dict[str, Any]) -> str:
+    return str(write_artifact(tmp_path / "bare.hfq", metadata | {"tokenizer": "{}"}))
+
+
+class Engine:
+    """Answers with a script, and remembers how it was loaded and what it was fed."""
+
+    def __init__(self, answers: Sequence[int | BaseException]) -> None:
+        self.vocab_size = VOCAB
+        self.max_context = 1000
+        self.answers: Iterator[int | BaseException] = iter(answers)
+        self.fed: list[list[int]] = []
+        self.threads = 0
+
+    def load(
+        self, path: Path, *, threads: int, progress: Callable[[int, int], None] | None = None
+    ) -> Engine:
+        self.threads = threads
+        return self
+
+    def new_state(self) -> None:
+        return None
+
+    def forward(self, state: None, ids: Sequence[int], logits: str = "last") -> Any:
+        self.fed.append(list(ids))
+        answer = next(self.answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        out = np.zeros((1, VOCAB), dtype=np.float32)
+        out[0, answer] = 100 if answer >= 0 else np.nan
+        return out
+
+
+Answer = Callable[..., Engine]
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """Makes ``ds4q run`` load an engine that answers with the given tokens."""
+
+    def install(*answers: int | BaseException) -> Engine:
+        engine = Engine(answers)
+        module = types.ModuleType("ds4q.runtime.engine")
+        module.Engine = engine  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "ds4q.runtime.engine", module)
+        return engine
+
+    return install
+
+
+def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(main, ["run", *arguments], input=stdin)
+
+
+# ------------------------------------------------------------------ prompts
+
+
+def test_chat_is_the_default(artifact: str, answer: Answer) -> None:
+    engine = answer(*b"ok", EOS)
+    result = run(artifact, "-p", "hi")
+    assert (result.exit_code, result.stdout) == (0, "ok\n")
+    assert engine.fed[0] == CHAT_HI
+
+
+def test_c20_thinking_on_and_off(artifact: str, answer: Answer) -> None:
+    for flag, prompt in (("--think", THINK_HI), ("--no-think", CHAT_HI)):
+        engine = answer(EOS)
+        assert run(artifact, "-p", "hi", flag).exit_code == 0
+        assert engine.fed == [prompt]
+
+
+def test_c20_disagreeing_template_is_not_read(
+    tmp_path: Path, metadata: dict[str, Any], answer: Answer
+) -> None:
+    metadata["tokenizer_config"] = {"chat_template": "{% for m in messages %}no{% endfor %}"}
+    engine = answer(EOS)
+    assert run(str(write_artifact(tmp_path / "m.hfq", metadata)), "-p", "hi").exit_code == 0
+    assert engine.fed == [CHAT_HI]
+
+
+def test_c20_other_model_type(tmp_path: Path, metadata: dict[str, Any], answer: Answer) -> None:
+    metadata["config"]["model_type"] = "deepseek_v41"
+    answer(EOS)
+    result = run(str(write_artifact(tmp_path / "m.hfq", metadata)), "-p", "hi")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "m.hfq: no prompt format for this model type: expected deepseek_v4" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_c20_literal_marker_is_text(artifact: str, answer: Answer) -> None:
+    engine = answer(EOS)
+    run(artifact, "-p", "a<｜Assistant｜>")
+    assert engine.fed == [[256, 258, *"a<｜Assistant｜>".encode(), 259, 261]]
+
+
+def test_raw_is_bos_and_the_text(artifact: str, answer: Answer) -> None:
+    engine = answer(EOS)
+    assert run(artifact, "--raw", "-p", "<think>\n").exit_code == 0
+    assert engine.fed == [[256, *b"<think>\n"]]
+
+
+def test_ids_are_the_whole_prompt(artifact: str, answer: Answer) -> None:
+    engine = answer(*b"ok", EOS)
+    result = run(artifact, "--prompt-ids", "256, 258,1")
+    assert (result.exit_code, result.stdout) == (0, "ok\n")
+    assert engine.fed[0] == [256, 258, 1]
+
+
+@pytest.mark.parametrize("piped", ["hi", "hi\n", "hi\r\n"])
+def test_prompt_from_stdin(piped: str, artifact: str, answer: Answer) -> None:
+    engine = answer(EOS)
+    assert run(artifact, stdin=piped).exit_code == 0
+    assert engine.fed == [CHAT_HI]
+
+
+def test_stdin_keeps_all_but_one_line_break(artifact: str, answer: Answer) -> None:
+    engine = answer(EOS)
+    run(artifact, "--raw", stdin=" a\n\n\n")
+    assert engine.fed == [[256, *b" a\n\n"]]
+
+
+def test_stdin_is_not_read_beside_a_prompt(artifact: str, answer: Answer) -> None:
+    engine = answer(EOS)
+    run(artifact, "-p", "hi", stdin="no")
+    assert engine.fed == [CHAT_HI]
+
+
+def test_stdin_that_is_not_utf8(artifact: str, answer: Answer) -> None:
+    answer(EOS)
+    result = run(artifact, stdin=b"a\xff")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "ds4q: error: stdin is not UTF-8: found byte 1\n"
+
+
+def test_option_that_is_not_utf8(artifact: str, answer: Answer) -> None:
+    answer(EOS)
+    result = run(artifact, "-p", "a\udcff")
+    assert result.exit_code == 1
+    assert "lone surrogate at character 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["-p", "hi", "--prompt-ids", "1"],
+        ["--prompt-ids", ""],
+        ["--prompt-ids", "1,,2"],
+        ["--prompt-ids", "1,x"],
+        ["--prompt-ids", "1.5"],
+        ["--prompt-ids", "1,-2"],
+        ["--prompt-ids", "1", "--think"],
+        ["-p", "hi", "--raw", "--think"],
+        ["-p", "hi", "--max-tokens", "0"],
+        ["-p", "hi", "--max-tokens", "-1"],
+        ["-p", "hi", "--temp", "-1"],
+        ["-p", "hi", "--temp", "nan"],
+        ["-p", "hi", "--temp", "inf"],
+        ["-p", "hi", "--top-p", "0"],
+        ["-p", "hi", "--top-p", "1.5"],
+        ["-p", "hi", "--top-p", "nan"],
+        ["-p", "hi", "--seed", "-1"],
+        ["-p", "hi", "--device", "hip"],
+        ["-p", "hi", "--threads", "0"],
+        ["-p", "hi", "--stats", "no/such/folder/s.json"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage(arguments: list[str], artifact: str, answer: Answer) -> None:
+    engine = answer(EOS)
+    result = run(artifact, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Error: " in result.stderr
+    assert engine.fed == []
+
+
+def test_no_prompt_says_what_to_give(artifact: str) -> None:
+    result = run(artifact, stdin="\n")
+    assert result.exit_code == 2
+    assert "no prompt: give -p TEXT or --prompt-ids, or pipe text into stdin" in result.stderr
+
+
+def test_id_outside_the_vocabulary(artifact: str, answer: Answer) -> None:
+    answer(EOS)
+    result = run(artifact, "-q", "--prompt-ids", "1,512")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.count("\n") == 1
+    assert "token 1 of the prompt is not in the vocabulary" in result.stderr
+
+
+def test_missing_file_and_other_files(tmp_path: Path) -> None:
+    other = tmp_path / "other.hfq"
+    other.write_bytes(b"GGUF" + bytes(100))
+    for file in (tmp_path / "no.hfq", other, tmp_path):
+        result = run(str(file), "-p", "hi")
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.startswith(f"ds4q: error: {file}: ")
+        assert result.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------ without a tokenizer
+
+
+def test_ids_without_a_tokenizer_are_printed(bare_artifact: str, answer: Answer) -> None:
+    answer(5, 300, EOS)
+    result = run(bare_artifact, "--prompt-ids", "1,2", "--temp", "0")
+    assert (result.exit_code, result.stdout) == (0, f"5,300,{EOS}\n")
+
+
+def test_text_without_a_tokenizer_is_refused(bare_artifact: str, answer: Answer) -> None:
+    engine = answer(EOS)
+    for arguments in (["-p", "hi"], ["--raw", "-p", "hi"], ["--think", "-p", "hi"]):
+        result = run(bare_artifact, *arguments)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.count("\n") == 1
+        assert "has no tokenizer" in result.stderr
+        assert "--prompt-ids" in result.stderr
+    assert engine.threads == 0  # refused before the weights were read
+
+
+def test_json_without_a_tokenizer(bare_artifact: str, answer: Answer) -> None:
+    answer(5, EOS)
+    document = json.loads(run(bare_artifact, "--prompt-ids", "1", "--json").stdout)
+    assert (document["text"], document["ids"]) == (None, [5, EOS])
+
+
+# ------------------------------------------------------------------ generation
+
+
+def test_max_tokens(artifact: str, answer: Answer) -> None:
+    answer(*b"abcdef")
+    document = json.loads(run(artifact, "-p", "hi", "--max-tokens", "3", "--json").stdout)
+    assert (document["text"], document["finish_reason"]) == ("abc", "length")
+
+
+def test_max_tokens_default_is_documented(artifact: str, answer: Answer) -> None:
+    answer(*[97] * 2000)
+    document = json.loads(run(artifact, "--prompt-ids", "1", "--ignore-eos", "--json").stdout)
+    assert document["usage"]["completion_tokens"] == min(DEFAULT_MAX_TOKENS, 999)
+    assert f"[default: {DEFAULT_MAX_TOKENS};" in run("--help").stdout
+
+
+def test_prompt_that_fills_the_context(artifact: str, answer: Answer) -> None:
+    answer(EOS)
+    result = run(artifact, "-p", "x" * 1000)
+    assert result.exit_code == 1
+    assert "the prompt fills the context" in result.stderr
+
+
+def test_ignore_eos(artifact: str, answer: Answer) -> None:
+    answer(97, EOS, 98)
+    result = run(artifact, "-p", "hi", "--ignore-eos", "--max-tokens", "3")
+    assert result.stdout == "ab\n"
+
+
+def test_sampling_options_win_over_the_file(artifact: str, answer: Answer) -> None:
+    answer(EOS)
+    document = json.loads(run(artifact, "-p", "hi", "--json").stdout)
+    assert document["sampling"]["temperature"] == 0.7
+    assert document["sampling"]["top_p"] == 1.0
+    answer(EOS)
+    options = ["--temp", "0", "--top-p", "0.5", "--seed", "9"]
+    document = json.loads(run(artifact, "-p", "hi", *options, "--json").stdout)
+    assert document["sampling"] == {"temperature": 0.0, "top_p": 0.5, "seed": 9}
+
+
+def test_each_run_draws_its_own_seed(artifact: str, answer: Answer) -> None:
+    seeds = set()
+    for _ in range(3):
+        answer(EOS)
+        seeds.add(json.loads(run(artifact, "-p", "hi", "--json").stdout)["sampling"]["seed"])
+    assert len(seeds) == 3
+
+
+def test_threads_reach_the_engine(artifact: str, answer: Answer) -> None:
+    engine = answer(EOS)
+    run(artifact, "-p", "hi", "--threads", "3")
+    assert engine.threads == 3
+
+
+def test_nan_logits_are_one_line_and_what_was_said_stays(artifact: str, answer: Answer) -> None:
+    answer(97, -1)
+    result = run(artifact, "-p", "hi", "-q")
+    assert (result.exit_code, result.stdout) == (1, "a\n")
+    assert result.stderr.startswith("ds4q: error: the model's logits are not finite")
+    assert result.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------ output
+
+
+def test_thinking_stands_between_its_tags(artifact: str, answer: Answer) -> None:
+    answer(*b"why", 261, *b"so", EOS)
+    assert run(artifact, "-p", "hi", "--think").stdout == "<think>why</think>\nso\n"
+    answer(*b"why", 261, *b"so", EOS)
+    document = json.loads(run(artifact, "-p", "hi", "--think", "--json").stdout)
+    assert (document["reasoning"], document["text"]) == ("why", "so")
+
+
+def test_thinking_that_does_not_end(artifact: str, answer: Answer) -> None:
+    answer(*b"why</th")
+    result = run(artifact, "-p", "hi", "--think", "--max-tokens", "7")
+    assert result.stdout == "<think>why</th\n"
+    answer(*b"why", 261, EOS)
+    assert run(artifact, "-p", "hi", "--think").stdout == "<think>why</think>\n"
+
+
+def test_text_that_ends_its_line_gets_no_second_one(artifact: str, answer: Answer) -> None:
+    answer(*b"a\n", EOS)
+    assert run(artifact, "-p", "hi").stdout == "a\n"
+
+
+def test_c21_emoji_over_four_tokens(artifact: str, answer: Answer) -> None:
+    answer(*"😀".encode(), 0xFF, 0xE4, EOS)
+    assert run(artifact, "-p", "hi").stdout == "😀��\n"
+
+
+def test_json_is_one_document(artifact: str, answer: Answer) -> None:
+    answer(*"é".encode(), EOS)
+    result = run(artifact, "-p", "hi", "--json")
+    document = json.loads(result.stdout)
+    assert document["text"] == "é"
+    assert document["reasoning"] is None
+    assert document["ids"] == [*"é".encode(), EOS]
+    assert document["finish_reason"] == "stop"
+    assert document["usage"] == {"prompt_tokens": 6, "completion_tokens": 3, "total_tokens": 9}
+    assert document["cache"] is None
+    assert set(document["timings"]) == {
+        "load_s",
+        "prefill_s",
+        "first_token_s",
+        "decode_s",
+        "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+    }
+
+
+def test_statistics_go_to_stderr_unless_quiet(artifact: str, answer: Answer) -> None:
+    answer(*b"ok", EOS)
+    result = run(artifact, "-p", "hi")
+    assert "prompt: 6 tokens in " in result.stderr
+    assert "generated: 3 tokens, " in result.stderr
+    assert "ended by: stop" in result.stderr
+    assert "seed" not in result.stderr
+    answer(EOS)
+    assert "seed 5\n" in run(artifact, "-p", "hi", "-v", "--seed", "5").stderr
+    answer(*b"ok", EOS)
+    assert run(artifact, "-p", "hi", "-q").stderr == ""
+
+
+def test_stats_file(artifact: str, answer: Answer, tmp_path: Path) -> None:
+    answer(*b"ok", EOS)
+    stats = tmp_path / "stats.json"
+    result = run(artifact, "-p", "hi", "--stats", str(stats), "--json")
+    written = json.loads(stats.read_text(encoding="utf-8"))
+    document = json.loads(result.stdout)
+    assert written == {
+        key: value for key, value in document.items() if key not in ("text", "reasoning", "ids")
+    }
+
+
+# ------------------------------------------------------------------ stops
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "word"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (Terminated(), 143, "terminated")],
+)
+def test_stop_finishes_the_line_and_reports(
+    stop: BaseException, status: int, word: str, artifact: str, answer: Answer, tmp_path: Path
+) -> None:
+    answer(*b"ab", 0xE4, stop)
+    stats = tmp_path / "stats.json"
+    result = run(artifact, "-p", "hi", "--stats", str(stats))
+    assert (result.exit_code, result.stdout) == (status, "ab�\n")
+    assert "generated: 3 tokens" in result.stderr
+    assert "ended by: interrupt" in result.stderr
+    assert result.stderr.endswith(f"ds4q: {word}\n")
+    assert json.loads(stats.read_text(encoding="utf-8"))["finish_reason"] is None
+
+
+def test_stop_with_json_is_still_one_document(artifact: str, answer: Answer) -> None:
+    answer(*b"ab", 0xE4, KeyboardInterrupt())
+    result = run(artifact, "-p", "hi", "--json")
+    assert result.exit_code == 130
+    document = json.loads(result.stdout)
+    assert (document["text"], document["finish_reason"]) == ("ab�", None)
+
+
+def test_stop_in_a_possible_tag_shows_what_was_held(artifact: str, answer: Answer) -> None:
+    answer(*b"why</", KeyboardInterrupt())
+    assert run(artifact, "-p", "hi", "--think").stdout == "<think>why</\n"
+
+
+def test_nothing_heavy_is_imported_for_help() -> None:
+    program = (
+        "import sys\n"
+        "from ds4q.cli import main\n"
+        "try: main(['run', '--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print('\\n' + ' '.join(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "ds4q.cli.run" in loaded
+    assert not loaded & {"numpy", "numba", "rich", "tokenizers", "zstandard", "xxhash"}
+
+
+# ------------------------------------------------------------------ the real models
+
+
+def expected(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
+    return content
+
+
+def common(ids: Sequence[int], wanted: Sequence[int], margins: Sequence[float]) -> int:
+    """How many leading ids must be equal: up to the first step whose margin is small."""
+    assert len(ids) <= len(wanted) == len(margins)
+    return next((i for i, margin in enumerate(margins) if margin <= 0.01), len(wanted))
+
+
+@pytest.mark.parametrize("name", ["copy-snake", "copy-hex", "copy-upper", "recall"])
+def test_tiny_answers_in_chat(name: str, tiny_artifact: Path) -> None:
+    case = expected(TINY)[name]
+    prompt = bytes(case["prompt"][2:-2]).decode()
+    document = json.loads(run(str(tiny_artifact), "-p", prompt, "--temp", "0", "--json").stdout)
+    assert document["text"] == case["text"]
+    assert document["ids"] == case["greedy"]
+    assert document["finish_reason"] == "stop"
+    assert document["usage"]["prompt_tokens"] == len(case["prompt"])
+
+
+@pytest.mark.parametrize("name", ["code-short", "code-long", "code-across-window"])
+def test_tiny_goes_on_from_ids(name: str, tiny_artifact: Path) -> None:
+    case = expected(TINY)[name]
+    prompt = ",".join(map(str, case["prompt"]))
+    options = ["--prompt-ids", prompt, "--temp", "0", "--max-tokens", "32", "--json"]
+    document = json.loads(run(str(tiny_artifact), *options).stdout)
+    n = common(document["ids"], case["greedy"], case["margins"])
+    assert document["ids"][:n] == case["greedy"][:n]
+    assert n > 3
+
+
+def test_tiny_streams_the_same_text(tiny_artifact: Path) -> None:
+    case = expected(TINY)["copy-snake"]
+    prompt = bytes(case["prompt"][2:-2]).decode()
+    assert run(str(tiny_artifact), "-p", prompt, "--temp", "0").stdout == case["text"] + "\n"
+
+
+def test_tiny_same_seed_same_text(tiny_artifact: Path) -> None:
+    options = ["--raw", "-p", "def f(", "--seed", "3", "--max-tokens", "24", "--json"]
+    texts = [
+        json.loads(run(str(tiny_artifact), *options, "--threads", threads).stdout)["ids"]
+        for threads in ("1", "2")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_random_prints_ids(random_artifact: Path) -> None:
+    prompt = ",".join(map(str, expected(RANDOM)["prompt"][:20]))
+    result = run(str(random_artifact), "--prompt-ids", prompt, "--max-tokens", "4", "--ignore-eos")
+    assert result.exit_code == 0, result.stderr
+    ids = [int(word) for word in result.stdout.strip().split(",")]
+    assert len(ids) == 4
+    assert all(0 <= token < VOCAB for token in ids)
+    refused = run(str(random_artifact), "-p", "hi")
+    assert refused.exit_code == 1
+    assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_ends_a_real_run(number: int, status: int, tiny_artifact: Path) -> None:
+    options = ["--raw", "-p", "def f(", "--ignore-eos", "--max-tokens", "1000000", "--temp", "0"]
+    process = subprocess.Popen(
+        [*DS4Q, "run", str(tiny_artifact), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)  # it generates
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert first
+    assert (first + stdout).endswith(b"\n")
+    assert b"ended by: interrupt" in stderr
+    assert b"Traceback" not in stderr
+
+
+def test_reader_that_leaves(tiny_artifact: Path) -> None:
+    options = ["--raw", "-p", "def f(", "--ignore-eos", "--max-tokens", "1000000", "--temp", "0"]
+    process = subprocess.Popen(
+        [*DS4Q, "run", str(tiny_artifact), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr is not None
+    assert b"Traceback" not in process.stderr.read()
+    assert process.wait(timeout=60) == 1
