@@ -18,12 +18,14 @@ from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import TYPES, check_entry, decodable
 
 
+def type_name(type_id: int) -> str:
+    """The table's name of a type number, or ``type N`` for one it does not hold."""
+    return TYPES[type_id].name if type_id in TYPES else f"type {type_id}"
+
+
 def census(entries: Iterable[TensorEntry]) -> dict[str, int]:
     """Type name -> number of tensors, sorted by name; unknown numbers read ``type N``."""
-    counts = Counter(
-        TYPES[e.type_id].name if e.type_id in TYPES else f"type {e.type_id}" for e in entries
-    )
-    return dict(sorted(counts.items()))
+    return dict(sorted(Counter(type_name(entry.type_id) for entry in entries).items()))
 
 
 def own_metadata(reader: Reader) -> dict[str, Any] | None:

@@ -149,6 +149,15 @@ class Report:
         text: str = ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
         return text + "\n"
 
+    def failure_lines(self) -> list[str]:
+        """Every listed failure in a line, ``check: where: what``, and how many are not listed."""
+        lines = []
+        for check in self.checks:
+            lines += [f"{check.name}: {failure.line()}" for failure in check.failures]
+            if check.count > len(check.failures):
+                lines.append(f"{check.name}: and {check.count - len(check.failures):,} more")
+        return lines
+
     def table(self) -> Table:
         """The checks as a table for people; failures are listed by the caller."""
         from rich.table import Table  # rich is slow to import and only people need it
@@ -156,7 +165,7 @@ class Report:
         table = Table("check", "result", "seconds", "figures", box=None, pad_edge=False)
         for check in self.checks:
             figures = ", ".join(
-                f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
+                f"{key} {value:,}" if type(value) is int else f"{key} {value}"
                 for key, value in check.figures.items()
                 if not isinstance(value, (dict, list))
             )

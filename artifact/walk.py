@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Protocol
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -119,15 +119,17 @@ def walk(
         finally:
             gate.finish(entry.offset)
 
+    def digest() -> str | None:
+        if not sha256:
+            return None
+        return sha256_stream(reader.pread_into, reader.file_bytes, gate.hashed)
+
     with ThreadPoolExecutor(threads + 1) as pool:
-        hashing = (
-            pool.submit(sha256_stream, reader.pread_into, reader.file_bytes, gate.hashed)
-            if sha256
-            else None
-        )
+        hashing = pool.submit(digest)
         work = [pool.submit(look, number) for number in range(len(entries))]
         try:
-            wait([*work, *([hashing] if hashing else [])], return_when=FIRST_EXCEPTION)
+            every: list[Future[Any]] = [hashing, *work]
+            wait(every, return_when=FIRST_EXCEPTION)
         finally:
             gate.close()
             for future in work:
@@ -139,7 +141,7 @@ def walk(
     for (_, v), failures in sorted(found.items()):
         for failure in failures:
             visitors[v].check.fail(failure)
-    return hashing.result() if hashing else None
+    return hashing.result()
 
 
 _local = threading.local()
@@ -230,6 +232,18 @@ class ReceiptDigests:
 
     def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
         return _Digest(entry, self._records.get(entry.name))
+
+    def compare_sha256(self, found: str) -> None:
+        """The whole file, once it has been read."""
+        self.check.figures["sha256"] = found
+        if found != self.receipt.sha256:
+            self.check.fail(
+                Failure(
+                    "SHA-256 of the file differs from the receipt",
+                    expected=self.receipt.sha256,
+                    found=found,
+                )
+            )
 
     def compare_front(self, reader: Reader, front: str) -> None:
         """Length, header, index and the list of tensors, before any payload is read."""

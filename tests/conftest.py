@@ -31,6 +31,26 @@ def house_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+def _quantized(name: str, folder: Path) -> Path:
+    out = folder / f"{name}.hfq"
+    source = ROOT / "tests" / "data" / name
+    command = [sys.executable, "-m", "ds4q", "quantize", str(source), "-o", str(out), "--quiet"]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ds4-tiny as a lossless artifact with its receipt; not to be written to."""
+    return _quantized("ds4-tiny", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def random_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ds4-random as a lossless artifact; its DSpark sidecar lies beside it."""
+    return _quantized("ds4-random", tmp_path_factory.mktemp("random"))
+
+
 @pytest.fixture(scope="session")
 def cases_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the small bad and good inputs that ``tests/data/cases/README.md`` describes."""

@@ -6,7 +6,6 @@ standard error, and losing standard error never ends a job.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -16,9 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,6 +29,7 @@ VERBOSE = "ds4q.verbose"
 
 MAX_THREADS = 1024
 PLAIN_LINE_EVERY_S = 1.0
+PLAIN_TABLE_WIDTH = 200
 
 
 class Terminated(KeyboardInterrupt):
@@ -119,17 +122,10 @@ def threads_option(command: F) -> F:
 
 
 def json_option(command: F) -> F:
-    """``--json``, passed as ``as_json``.
-
-    click must know it as ``json``: the environment variable, DS4Q_RUN_JSON say, follows the name.
-    """
-
-    @functools.wraps(command)
-    def renamed(*args: Any, json: bool, **options: Any) -> Any:
-        return command(*args, as_json=json, **options)
-
-    option = click.option("--json", is_flag=True, help="Print one JSON document on stdout.")
-    return cast(F, option(renamed))
+    """``--json``, passed as ``as_json``."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON document on stdout."
+    )(command)
 
 
 def talk_options(command: F) -> F:
@@ -254,3 +250,11 @@ def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
     with columns:
         task = columns.add_task(label, total=total)
         yield lambda amount: columns.advance(task, amount)
+
+
+def print_table(table: Table) -> None:
+    """Print a rich table on stdout: as wide as it needs where nobody watches, without escapes."""
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    Console(width=None if terminal else PLAIN_TABLE_WIDTH, highlight=False).print(table)

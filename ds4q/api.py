@@ -1,0 +1,140 @@
+"""Owns the public functions that join the rooms: what a command does, for programs.
+
+``ds4q.quantize(...)`` and ``ds4q.verify(...)`` are these; the command line prints what they return.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from ds4q.artifact.check import check_structure, own_metadata
+from ds4q.artifact.errors import ArtifactError, Ds4qError
+from ds4q.artifact.hfq import Reader
+from ds4q.artifact.metadata import front_digest
+from ds4q.artifact.receipt import find_receipt
+from ds4q.artifact.report import Report
+from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
+from ds4q.quantize.audit import audit
+from ds4q.quantize.checkpoint import Checkpoint
+from ds4q.quantize.compare import SourceComparison, check_inventory
+
+Advance = Callable[[int], None]
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""Called with a label and a total in bytes; yields a function that hears of bytes done."""
+
+NO_RECEIPT = "no receipt: digests not checked"
+
+
+@contextmanager
+def silent(label: str, total: int) -> Iterator[Advance]:
+    """The progress of a program that shows none."""
+    yield lambda nbytes: None
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    source: str | os.PathLike[str] | None = None,
+    receipt: str | os.PathLike[str] | None = None,
+    threads: int = 1,
+    progress: Progress = silent,
+) -> Report:
+    """Check an artifact: structure, inventory, legal bytes, receipt, and equality with its source.
+
+    Parameters
+    ----------
+    source : checkpoint folder; every code, scale byte and dense value is compared with it
+    receipt : receipt file; else the one that belongs to the artifact by name or by content
+
+    A check whose ground is missing (no receipt, no source) is not in the report. What is wrong
+    with the artifact, the receipt or the source is a failure of a check, not an exception; an
+    ``OSError`` of the file itself is raised.
+    """
+    report = Report({"path": os.fspath(path), "name": Path(path).name})
+    with report.check("structure") as structure:
+        reader = Reader(path)
+    if not structure.ok:
+        return report
+    with reader:
+        report.artifact |= {
+            "bytes": reader.file_bytes,
+            "version": reader.version,
+            "tensors": len(reader.tensors),
+            "recipe": (own_metadata(reader) or {}).get("recipe"),
+        }
+        check_structure(reader, structure)
+        with report.check("inventory") as inventory:
+            check_inventory(reader, inventory)
+        if structure.ok:
+            _verify_payload(report, reader, source, receipt, threads, progress)
+    return report
+
+
+def _verify_payload(
+    report: Report,
+    reader: Reader,
+    source: str | os.PathLike[str] | None,
+    receipt: str | os.PathLike[str] | None,
+    threads: int,
+    progress: Progress,
+) -> None:
+    """The checks that need the tensors' bytes: all in one pass over the file."""
+    with report.check("payload") as payload:
+        visitors: list[Visitor] = [LegalBytes(payload)]
+    digests = _receipt_digests(report, reader, receipt)
+    if digests is not None:
+        visitors.append(digests)
+    elif report.checks[-1] is payload:
+        payload.notes.append(NO_RECEIPT)
+    checkpoint: Checkpoint | None = None
+    begin = time.perf_counter()
+    try:
+        if source is not None:
+            with report.check("source") as check:
+                partial = bool((own_metadata(reader) or {}).get("partial"))
+                checkpoint = Checkpoint.open(source, allow_partial=partial)
+                audited = audit(checkpoint, allow_partial=partial)
+                comparison = SourceComparison(check, checkpoint, audited)
+                comparison.compare_whole(reader)
+                visitors.append(comparison)
+        payload_bytes = sum(entry.nbytes for entry in reader.tensors.values())
+        with progress("verify", payload_bytes) as advance:
+            sha256 = walk(
+                reader, visitors, threads=threads, sha256=digests is not None, advance=advance
+            )
+        if checkpoint is not None:
+            checkpoint.check_unchanged()
+    except Ds4qError as error:  # cut short or replaced while it was read
+        payload.fail_with(error)
+        return
+    finally:
+        for visitor in visitors:
+            visitor.check.seconds += time.perf_counter() - begin
+        if checkpoint is not None:
+            checkpoint.close()
+    payload.figures["bytes"] = payload_bytes
+    if digests is not None and sha256 is not None:
+        digests.compare_sha256(sha256)
+
+
+def _receipt_digests(
+    report: Report, reader: Reader, receipt: str | os.PathLike[str] | None
+) -> ReceiptDigests | None:
+    """The receipt's check, or None where there is no receipt or it cannot be read."""
+    try:
+        found = find_receipt(reader, None if receipt is None else Path(receipt))
+    except ArtifactError as error:
+        with report.check("receipt") as check:
+            check.fail_with(error)
+        return None
+    if found is None:
+        return None
+    with report.check("receipt") as check:
+        check.figures["file"] = found[0].name
+        digests = ReceiptDigests(check, found[1])
+        digests.compare_front(reader, front_digest(reader.header_raw, reader.index_raw))
+    return digests

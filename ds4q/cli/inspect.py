@@ -1,0 +1,207 @@
+"""Owns ``ds4q inspect``: what is in an artifact, a receipt or a checkpoint. Reads no payload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ds4q.cli import common
+
+if TYPE_CHECKING:
+    from ds4q.artifact.report import Check
+
+RECEIPT_MAGIC = b"\x28\xb5\x2f\xfd"  # a zstd frame
+MAX_SHOWN = 120
+
+
+@click.command("inspect")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option("--layer", type=click.IntRange(0), metavar="N", help="Only tensors of layer N.")
+@click.option("--strict", is_flag=True, help="Exit 1 if anything is unusual or wrong.")
+@common.json_option
+@common.talk_options
+def command(
+    file: Path,
+    tensors: bool,
+    layer: int | None,
+    strict: bool,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Show types, sizes, metadata and tensors of FILE: an .hfq, a receipt or a checkpoint folder.
+
+    Example: ds4q inspect flash.hfq --tensors --layer 2
+
+    Only headers are read, never a payload.
+    """
+    from ds4q.artifact.report import Check
+
+    check = Check("inspect")
+    rows: list[dict[str, Any]]
+    if file.is_dir() or file.suffix == ".safetensors":
+        document, rows = _checkpoint(file, check)
+    elif _starts_with(file, RECEIPT_MAGIC):
+        document, rows = _receipt(file)
+    else:
+        document, rows = _artifact(file, check)
+    if layer is not None:
+        rows = [row for row in rows if _layer(row["name"]) == layer]
+    document["ok"] = check.ok and not check.notes
+    document["problems"] = [failure.line() for failure in check.failures] + check.notes
+    if as_json:
+        listed = {"tensor_list": rows} if tensors or layer is not None else {}
+        common.emit_json(document | listed)
+    else:
+        _print(document, rows if tensors or layer is not None else [])
+    if strict and not document["ok"]:
+        click.get_current_context().exit(1)
+
+
+def _starts_with(file: Path, magic: bytes) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(len(magic)) == magic
+
+
+def _layer(name: str) -> int | None:
+    from ds4q.quantize.deepseek4 import classify
+
+    info = classify(name)
+    return None if info is None else info.layer
+
+
+def _census(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    types: dict[str, dict[str, int]] = {}
+    for row in rows:
+        entry = types.setdefault(row["type"], {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += row["bytes"]
+    return dict(sorted(types.items()))
+
+
+def _artifact(file: Path, check: Check) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    from ds4q.artifact.check import check_structure, type_name
+    from ds4q.artifact.hfq import Reader
+
+    with Reader(file) as reader:
+        check_structure(reader, check)
+        rows = [
+            {
+                "name": entry.name,
+                "type": type_name(entry.type_id),
+                "shape": list(entry.shape),
+                "offset": entry.offset,
+                "bytes": entry.nbytes,
+            }
+            for entry in reader.tensors.values()
+        ]
+        metadata = {
+            key: value if key == "ds4q" else _brief(value)
+            for key, value in sorted(reader.metadata.items())
+        }
+        return {
+            "kind": "artifact",
+            "path": str(file),
+            "bytes": reader.file_bytes,
+            "version": reader.version,
+            "arch_id": reader.arch_id,
+            "data_offset": reader.data_offset,
+            "tensors": len(rows),
+            "types": _census(rows),
+            "metadata": metadata,
+        }, rows
+
+
+def _receipt(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    from ds4q.artifact.receipt import read_receipt
+
+    receipt = read_receipt(file)
+    rows = [
+        {"name": t.name, "type": t.type, "shape": list(t.shape), "bytes": t.nbytes, "xxh3": t.xxh3}
+        for t in receipt.tensors
+    ]
+    metadata = {
+        key: getattr(receipt, key)
+        for key in (
+            "sha256",
+            "recipe",
+            "tool_version",
+            "source_fingerprint",
+            "source_digest",
+            "partial",
+        )
+    }
+    return {
+        "kind": "receipt",
+        "path": str(file),
+        "bytes": receipt.file_bytes,
+        "tensors": len(rows),
+        "types": _census(rows),
+        "skipped": len(receipt.skipped),
+        "metadata": metadata,
+    }, rows
+
+
+def _checkpoint(file: Path, check: Check) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    from ds4q.artifact.errors import Ds4qError
+    from ds4q.quantize.audit import audit
+    from ds4q.quantize.checkpoint import Checkpoint
+
+    with Checkpoint.open(file, allow_partial=True) as checkpoint:
+        try:
+            audited = audit(checkpoint, allow_partial=True)
+            check.notes.extend(audited.warnings)
+            if audited.missing:
+                check.notes.append(f"{len(audited.missing)} weights of the model are absent")
+        except Ds4qError as error:
+            check.fail_with(error)
+        rows = [
+            {
+                "name": t.name,
+                "type": t.dtype,
+                "shape": list(t.shape),
+                "shard": t.shard,
+                "bytes": t.nbytes,
+            }
+            for t in checkpoint.tensors.values()
+        ]
+        return {
+            "kind": "checkpoint",
+            "path": str(file),
+            "bytes": sum(row["bytes"] for row in rows),
+            "shards": len(checkpoint.shards),
+            "tensors": len(rows),
+            "types": _census(rows),
+            "metadata": {"config": _brief(checkpoint.config)},
+        }, rows
+
+
+def _brief(value: Any) -> Any:
+    """A metadata value short enough to show: long texts and objects become their size."""
+    if isinstance(value, str) and len(value) > MAX_SHOWN:
+        return f"<{len(value):,} characters>"
+    if isinstance(value, dict) and len(value) > 8:
+        return f"<{len(value)} keys>"
+    return value
+
+
+def _print(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    click.echo(
+        f"{document['path']}: {document['kind']}, {document['bytes']:,} bytes, "
+        f"{document['tensors']:,} tensors"
+    )
+    for name, entry in document["types"].items():
+        click.echo(f"  {name:12} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
+    for key, value in document["metadata"].items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {v}" for k, v in sorted(value.items()))
+        click.echo(f"  {key}: {common.one_line(str(value))}")
+    for problem in document["problems"]:
+        common.warn(problem)
+    for row in rows:
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        name = common.one_line(row["name"])
+        click.echo(f"{name}  {row['type']}  {shape}  {row['bytes']:,}")

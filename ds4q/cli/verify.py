@@ -1,0 +1,85 @@
+"""Owns ``ds4q verify``: options in, report out. The checks are joined in ``ds4q/api.py``."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ds4q.cli import common
+
+if TYPE_CHECKING:
+    from ds4q.artifact.report import Report
+
+
+@click.command("verify")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.hfq")
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path),
+    metavar="SRC",
+    help="Compare every code, scale byte and dense value with this checkpoint.",
+)
+@click.option(
+    "--receipt",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Receipt to check against; else FILE.hfq.receipt, or one in the folder that fits.",
+)
+@click.option(
+    "--junit",
+    type=click.Path(path_type=Path),
+    metavar="FILE.xml",
+    help="Also write the report as JUnit XML.",
+)
+@common.threads_option
+@common.json_option
+@common.talk_options
+def command(
+    file: Path,
+    source: Path | None,
+    receipt: Path | None,
+    junit: Path | None,
+    threads: int,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Prove that an artifact is sound, unchanged since it was made, and equal to its source.
+
+    Example: ds4q verify flash.hfq --source DeepSeek-V4-Flash
+
+    Exit status 0: every check passed; 1: at least one failed.
+    """
+    from ds4q.api import verify
+
+    report = verify(
+        file,
+        source=source,
+        receipt=receipt,
+        threads=threads,
+        progress=partial(common.progress, quiet=quiet),
+    )
+    if junit is not None:
+        junit.write_text(report.junit(), encoding="utf-8")
+    if as_json:
+        common.emit_json(report.document())
+    else:
+        _print(report)
+    if not report.ok:
+        click.get_current_context().exit(1)
+
+
+def _print(report: Report) -> None:
+    """The table on stdout; failures on stderr, where errors go."""
+    common.print_table(report.table())
+    for check in report.checks:
+        for note in check.notes:
+            click.echo(f"{check.name}: {note}")
+    for line in report.failure_lines():
+        common.say(common.one_line(line))
+    size = report.artifact.get("bytes")
+    about = f" ({size:,} bytes)" if size is not None else ""
+    click.echo(f"{report.artifact['path']}{about}: {'ok' if report.ok else 'FAILED'}")
