@@ -253,7 +253,7 @@ class _Judge:
                 found=dtype,
             )
         kind = kinds[dtype]
-        if kind != expected.storage and expected.storage is not Storage.INTEGER:
+        if kind != expected.storage.value and expected.storage is not Storage.INTEGER:
             self._unusual.setdefault((kind, expected.storage), []).append(weight.name)
         return kind
 
