@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import click
 
@@ -25,7 +25,7 @@ COMMANDS = {
     "quantize": "Turn a DeepSeek-V4 checkpoint into an HFQ artifact.",
     "verify": "Prove that an artifact is sound and equal to its source.",
     "inspect": "Show what is in an artifact, a receipt or a checkpoint.",
-    "run": "Generate from an artifact.",
+    "run": "Generate text from an artifact.",
     "doctor": "Report what this machine can do.",
 }
 """Name and one line of each command, in the order of ``ds4q --help``."""
@@ -45,6 +45,10 @@ class Ds4q(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"ds4q.cli.{cmd_name}").command
+        for option in command.params:
+            if isinstance(option, click.Option):  # click's own rule would follow the Python name
+                word = max(option.opts, key=len).lstrip("-")
+                option.envvar = f"DS4Q_{cmd_name}_{word}".upper().replace("-", "_")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -54,8 +58,7 @@ class Ds4q(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             super().invoke(ctx)
-            if sys.stdout is not None:
-                sys.stdout.flush()  # a full disk or a closed pipe shows here, not after exit
+            sys.stdout.flush()  # a full disk or a closed pipe shows here, not after exit
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except (Exception, KeyboardInterrupt) as error:
@@ -124,28 +127,24 @@ def _os_error_text(error: OSError) -> str:
 
 @contextmanager
 def _standard_streams() -> Iterator[None]:
-    """Keep 0, 1 and 2 taken, and let a reader that left neither complain nor change the status."""
-    for number in range(3):
+    """Have all three, and let a reader that left neither complain nor change the exit status."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # else the next file opened would become, say, stderr
+        if getattr(sys, name) is None:  # Python's word for a stream that was closed at start
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
     try:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            _settle(stream)
-
-
-def _settle(stream: TextIO | None) -> None:
-    """Flush, or point a stream that cannot be flushed at nothing: Python flushes again at exit."""
-    if stream is None:
-        return
-    try:
-        stream.flush()
-    except OSError:
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            try:
+                stream.flush()
+            except OSError:  # Python flushes once more at exit: let that go nowhere
+                with suppress(OSError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
@@ -167,12 +166,9 @@ def _sigterm_as_exception() -> Iterator[None]:
 
 @click.command(
     cls=Ds4q,
-    context_settings={
-        "auto_envvar_prefix": "DS4Q",
-        "help_option_names": ["-h", "--help"],
-    },
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(__version__, message="ds4q %(version)s", allow_from_autoenv=False)
+@click.version_option(__version__, message="ds4q %(version)s")
 def main() -> None:
     """Quantize, verify and run DeepSeek-V4 checkpoints as HFQ artifacts.
 

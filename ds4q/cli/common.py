@@ -177,7 +177,7 @@ def progress(
 
 def _stderr_can_redraw() -> bool:
     dumb = os.environ.get("TERM", "dumb").lower() in ("", "dumb", "unknown")
-    return not dumb and sys.stderr is not None and sys.stderr.isatty()
+    return not dumb and sys.stderr.isatty()
 
 
 class _PlainLines:
