@@ -17,6 +17,7 @@ from ds4q.cli.common import emit_json, json_option, progress, say, talk_options,
 if TYPE_CHECKING:
     from ds4q.runtime.engine import Engine
     from ds4q.runtime.generate import Generation
+    from ds4q.runtime.sampling import Sampler
     from ds4q.runtime.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 1024
@@ -155,13 +156,12 @@ def command(
         metadata = reader.metadata
     tokenizer = Tokenizer.from_metadata(metadata, path=file)
     stops = stop_ids(metadata, tokenizer)
-    defaults = sampling_defaults(metadata_object(metadata, "generation_config"))
+    sampling = sampling_defaults(metadata_object(metadata, "generation_config"))
     sampler = Sampler(
-        temperature=defaults["temperature"] if temp is None else temp,
-        top_p=defaults["top_p"] if top_p is None else top_p,
+        temperature=sampling["temperature"] if temp is None else temp,
+        top_p=sampling["top_p"] if top_p is None else top_p,
         seed=secrets.randbelow(DRAWN_SEEDS) if seed is None else seed,
     )
-    sampling = {"temperature": sampler.temperature, "top_p": sampler.top_p, "seed": sampler.seed}
     ids = prompt_ids or _encode(text or "", metadata, tokenizer, file, raw=raw, think=think)
 
     started = time.perf_counter()
@@ -186,13 +186,7 @@ def command(
     except KeyboardInterrupt as interrupt:
         stop = interrupt  # what there is so far is still reported
         generation.end()
-    report = {
-        "finish_reason": generation.finish_reason,
-        "usage": generation.usage(),
-        "timings": {"load_s": load_s, **generation.rates()},
-        "sampling": sampling,
-        "cache": None,
-    }
+    report = _report(generation, sampler, load_s)
     if as_json:
         emit_json(_answer(generation, has_text=tokenizer is not None, thinking=think) | report)
     if stats is not None:
@@ -305,6 +299,21 @@ class _Screen:
         if text:
             click.echo(text.encode("utf-8"), nl=False)  # UTF-8 whatever the locale says
             self._last = text
+
+
+def _report(generation: Generation, sampler: Sampler, load_s: float) -> dict[str, Any]:
+    """The figures of a run, for ``--json``, ``--stats`` and stderr."""
+    return {
+        "finish_reason": generation.finish_reason,
+        "usage": generation.usage(),
+        "timings": {"load_s": load_s, **generation.rates()},
+        "sampling": {
+            "temperature": sampler.temperature,
+            "top_p": sampler.top_p,
+            "seed": sampler.seed,
+        },
+        "cache": None,
+    }
 
 
 def _answer(generation: Generation, *, has_text: bool, thinking: bool) -> dict[str, Any]:
