@@ -46,7 +46,7 @@ def _multiply_fast(weight: Weight, x: Array, workers: Workers) -> Array:
     items = np.arange(tokens)
     addresses, starts = np.array([weight.address]), np.array([0, tokens])
 
-    def piece(lo: int, hi: int, keep: Weight = weight) -> None:
+    def piece(lo: int, hi: int, keep: Weight = weight) -> None:  # its bytes, see Workers.run
         kernels.multiply_rows(
             kind, addresses, starts, items, items, lo, hi, rows, row_bytes, xs, out
         )
@@ -70,13 +70,13 @@ class _Routes:
         self.share: int = ids.shape[1]
         self.slots = list(by_id.values())
         self.experts = [experts[expert_id] for expert_id in by_id]
-        layout = self.experts[0].layout
-        for expert in self.experts:
-            if expert.layout != layout:
+        first = self.experts[0]
+        for expert_id, expert in zip(by_id, self.experts, strict=True):
+            if expert.layout != first.layout:
                 raise WeightError(
-                    "experts of one layer differ in type or shape",
-                    expected=layout,
-                    found=expert.layout,
+                    f"expert {expert_id} has another type or shape than its neighbour",
+                    expected=_describe(first),
+                    found=_describe(expert),
                 )
 
 
@@ -179,7 +179,14 @@ class CpuBackend:
             if w.type_id not in kernels.FORMATS:
                 raise _no_kernel(w)
         x = _activations(x, first.gate.cols)
-        return _feed_forward(routes, x, limit, self._workers).reshape(shape)
+        return _feed_forward(routes, x, float(limit), self._workers).reshape(shape)
+
+
+def _describe(expert: Expert) -> str:
+    return ", ".join(
+        f"{name} {type_of(w.type_id).name} {w.rows} x {w.cols}"
+        for name, w in (("gate", expert.gate), ("down", expert.down))
+    )
 
 
 def _no_kernel(w: Weight) -> BackendTypeError:

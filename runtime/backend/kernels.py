@@ -31,6 +31,8 @@ from ds4q.artifact.types import BF16, F16, F32, HFP4G32, Q8F16, TensorType
 
 Array = npt.NDArray[Any]
 
+_intrinsic: Any = intrinsic  # to mypy, callers would owe the typing context too
+
 LANES = 16
 STEP = 32  # columns
 TOKENS = 4  # that share one decode of a row
@@ -90,7 +92,7 @@ class Cpu(NamedTuple):
     half: bool  # half -> float in hardware
 
 
-def _cpu_of(context: Any) -> Cpu:
+def cpu_of(context: Any) -> Cpu:
     """The features that numba compiles for: the host's, or ``NUMBA_CPU_FEATURES``."""
     triple, _, features = context.codegen().magic_tuple()
     on = set(features.split(","))
@@ -147,10 +149,7 @@ def _e2m1_pairs(builder: Any, cpu: Cpu, codes: Any) -> tuple[Any, Any]:
             _call(builder, permute, _VECTOR, table, low),
             _call(builder, permute, _VECTOR, table, high),
         )
-    nibbles = (
-        builder.and_(codes, _all(_BYTES, 15)),
-        builder.lshr(codes, _all(_BYTES, 4)),
-    )
+    nibbles = builder.and_(codes, _all(_BYTES, 15)), builder.lshr(codes, _all(_BYTES, 4))
     if cpu.shuffle:
         table = ir.Constant(_BYTES, [int(2 * value) & 255 for value in E2M1])
         doubled = [
@@ -250,10 +249,8 @@ def _fold(builder: Any, vector: Any) -> Any:
     for half in (8, 4, 2, 1):
         lanes = ir.VectorType(_I32, half)
         low = builder.shuffle_vector(vector, vector, ir.Constant(lanes, list(range(half))))
-        high = builder.shuffle_vector(
-            vector, vector, ir.Constant(lanes, list(range(half, 2 * half)))
-        )
-        vector = builder.fadd(low, high)
+        upper = ir.Constant(lanes, list(range(half, 2 * half)))
+        vector = builder.fadd(low, builder.shuffle_vector(vector, vector, upper))
     return builder.extract_element(vector, _I32(0))
 
 
@@ -303,7 +300,7 @@ def _emit_row(
 def _emit_dots(context: Any, builder: Any, args: Any) -> list[Any]:
     """One branch per row picks the format, so all types share one compiled loop."""
     type_id, row, *xs, columns = args
-    cpu = _cpu_of(context)
+    cpu = cpu_of(context)
     # A type that no case names gives NaN, which no caller can miss.
     results = [cgutils.alloca_once_value(builder, _FLOAT(math.nan)) for _ in xs]
     done = builder.append_basic_block("dot.done")
@@ -320,7 +317,7 @@ def _emit_dots(context: Any, builder: Any, args: Any) -> list[Any]:
     return [builder.load(result) for result in results]
 
 
-@intrinsic
+@_intrinsic
 def dot(typingctx: Any, type_id: Any, row: Any, x: Any, columns: Any) -> Any:
     """Dot product of the packed row at address ``row`` with ``columns`` floats at address ``x``."""
 
@@ -330,7 +327,7 @@ def dot(typingctx: Any, type_id: Any, row: Any, x: Any, columns: Any) -> Any:
     return types.float32(*[types.int64] * 4), generate
 
 
-@intrinsic
+@_intrinsic
 def dot4(
     typingctx: Any, type_id: Any, row: Any, x0: Any, x1: Any, x2: Any, x3: Any, columns: Any
 ) -> Any:
