@@ -71,3 +71,8 @@ def test_nothing_is_left_open() -> None:
         if marks.search(line)
     ]
     assert not found, found
+
+
+def test_every_room_is_a_package() -> None:
+    folders = {path.parent for room in FLOORS for path in sources(room)}
+    assert [str(f) for f in sorted(folders) if not (f / "__init__.py").is_file()] == []
