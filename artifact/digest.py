@@ -14,11 +14,16 @@ CHUNK_BYTES = 4 << 20
 
 
 def sha256_stream(
-    pread_into: Callable[[U8, int], None], nbytes: int, advance: Callable[[int], None]
+    pread_into: Callable[[U8, int], None],
+    nbytes: int,
+    *,
+    before: Callable[[int], None] = lambda nbytes: None,
+    seen: Callable[[int, U8], None] = lambda offset, chunk: None,
 ) -> str:
     """SHA-256 (hex) of bytes 0 .. ``nbytes``; two buffers, so reading and hashing overlap.
 
-    ``advance`` hears of each chunk before it is read, and may block to hold the stream back.
+    ``before`` hears of each chunk's length before it is read, and may block to hold the stream
+    back. ``seen`` gets each chunk with its offset while it is hashed; it must not keep it.
     """
     hasher = hashlib.sha256()
     buffers = [np.empty(min(CHUNK_BYTES, max(nbytes, 1)), dtype=np.uint8) for _ in range(2)]
@@ -26,9 +31,10 @@ def sha256_stream(
     with ThreadPoolExecutor(1) as worker:
         for turn, start in enumerate(range(0, nbytes, CHUNK_BYTES)):
             part = buffers[turn % 2][: min(CHUNK_BYTES, nbytes - start)]
-            advance(len(part))
+            before(len(part))
             pread_into(part, start)
             if hashing is not None:
                 hashing.result()
             hashing = worker.submit(hasher.update, part.data)
+            seen(start, part)
     return hasher.hexdigest()

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ds4q.artifact.errors import (
     ChangedError,
@@ -27,17 +26,19 @@ from ds4q.artifact.errors import (
     MagicError,
     MetadataError,
     PayloadBoundsError,
+    TensorTypeError,
     TruncatedError,
     UnknownTensorError,
     VersionError,
 )
+from ds4q.artifact.hfq2 import OFFSET_UNIT, read_tail
 from ds4q.artifact.metadata import (
-    MAX_METADATA_BYTES,
     front_digest,
     metadata_digest,
     object_length,
     parse_metadata,
 )
+from ds4q.artifact.types import RESERVED_IDS
 
 MAGIC = b"HFQM"
 UNFINISHED_MAGIC = b"HFQ!"
@@ -52,7 +53,6 @@ ENTRY_HEAD = struct.Struct("<BB")  # quant_type, n_dims
 ENTRY_TAIL = struct.Struct("<IQ")  # group_size, data_size
 ENTRY_OFFSET = struct.Struct("<Q")  # version 2: payload offset / 32
 ENTRY_FIXED_BYTES = {1: 16, 2: 24}
-OFFSET_UNIT = 32
 MAX_FRONT_BYTES = 512 << 20
 
 U8 = npt.NDArray[np.uint8]
@@ -73,6 +73,16 @@ class TensorEntry:
 def printable(name: str) -> bool:
     """Whether a tensor name is free of control characters (and of NUL)."""
     return not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name)
+
+
+def flat(data: bytes | memoryview | U8) -> memoryview:
+    """The bytes of contiguous ``data`` as one flat view: its length counts bytes, not rows."""
+    view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _IndexCursor:
@@ -106,8 +116,15 @@ class Reader:
     ----------
     tensors : name -> entry, in index order
     metadata, metadata_raw : the parsed object and its bytes
+    front_metadata : in version 2 the object in front of the index, where a tail holds the full one
+    header_raw, index_raw : the 32 header bytes, and the index with its count
     warnings : what is legal but unusual; ``strict_warnings`` adds what published files also do
-    payload_end : first byte after the last payload
+    payload_end : first byte after the last payload (version 2: or after the tail)
+    embedded_at : where another container begins right behind this one, or None
+
+    Raises
+    ------
+    ArtifactError : the first rule that the file breaks; ``OSError`` where it cannot be read
     """
 
     def __init__(self, path: str | os.PathLike[str], *, base: int = 0) -> None:
@@ -115,10 +132,17 @@ class Reader:
         self.base = base
         self.warnings: list[str] = []
         self.strict_warnings: list[str] = []
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            self._identity = self._stat()
-            self.file_bytes = self._identity[2]
+            opened = os.fstat(self._fd)
+            if not stat.S_ISREG(opened.st_mode):
+                folder = stat.S_ISDIR(opened.st_mode)
+                raise MagicError(
+                    path=self.path, found="a folder" if folder else "not a regular file"
+                )
+            self._identity = _identity(opened)
+            self.file_bytes = opened.st_size
             self._open()
         except BaseException:
             os.close(self._fd)
@@ -141,22 +165,25 @@ class Reader:
             os.close(self._fd)
             self._fd = -1
 
-    def _stat(self) -> tuple[int, int, int, int]:
-        s = os.fstat(self._fd)
-        if os.path.isdir(self.path):
-            raise MagicError(path=self.path, found="a folder")
-        return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+    @property
+    def fd(self) -> int:
+        """The open file, for advice to the kernel."""
+        return self._fd
 
     def check_unchanged(self) -> None:
-        """Raise ``ChangedError`` if length or modification time differ from those at open."""
-        if self._stat() != self._identity:
+        """Raise ``ChangedError`` unless the path still leads to the file as it was opened."""
+        try:
+            now = os.stat(self.path)
+        except FileNotFoundError:
+            raise ChangedError("file is no longer there", path=self.path) from None
+        if _identity(now) != self._identity:
             raise ChangedError(path=self.path)
 
     # ------------------------------------------------------------------ reading
 
     def pread_into(self, out: U8, offset: int) -> None:
-        """Fill ``out`` (1-D) from file ``offset``; a short read raises ``TruncatedError``."""
-        view = out.data
+        """Fill ``out`` (contiguous) from file ``offset``, or raise ``TruncatedError``."""
+        view = flat(out)
         done = 0
         while done < len(view):
             n = os.preadv(self._fd, [view[done:]], offset + done)
@@ -278,7 +305,7 @@ class Reader:
             ),
         )
         for key, found, kind, what in checks:
-            if ours.get(key) != found:
+            if found is None or ours.get(key) != found:
                 raise kind(
                     f"{what} does not match its own digest ds4q.{key}",
                     path=self.path,
@@ -332,6 +359,8 @@ class Reader:
                 found=repr(name),
             )
         type_id, n_dims = ENTRY_HEAD.unpack(cursor.take(2, "type and dims", number))
+        if type_id in RESERVED_IDS:
+            raise TensorTypeError(f"reserved tensor type {type_id}", path=self.path, tensor=name)
         shape = struct.unpack(f"<{n_dims}I", cursor.take(4 * n_dims, "dims", number))
         if 0 in shape:
             raise IndexFieldError("a dim is 0", path=self.path, tensor=name, found=list(shape))
@@ -364,17 +393,26 @@ class Reader:
                     expected=f"{at} bytes",
                     found=f"{self.file_bytes}",
                 )
-            self.tensors[entry.name] = TensorEntry(
-                entry.name, entry.type_id, entry.shape, entry.group_size, entry.nbytes, start
-            )
+            self.tensors[entry.name] = replace(entry, offset=start)
         self.payload_end = max(
             (e.offset + e.nbytes for e in self.tensors.values()), default=self.data_offset
         )
+        self.front_metadata = self.metadata
         if self.version == 2:
-            self._check_version2()
+            self._check_overlaps()
+            if "tail_metadata" in self.front_metadata:
+                declared = self.front_metadata["tail_metadata"]
+                self.metadata, self.payload_end = read_tail(self, declared)
         self._check_trailing()
+        self._check_architecture()
 
-    def _check_version2(self) -> None:
+    def _check_architecture(self) -> None:
+        """hipfire's arch ids 5 and 6 are Qwen 3.5 and 3.6; a file that disagrees is mislabelled."""
+        named = str(self.metadata.get("architecture", "")).lower().replace("_", ".")
+        if named.startswith(("qwen3.5", "qwen3.6")) and self.arch_id not in (5, 6):
+            self.warnings.append(f"metadata says {named!r}, but arch_id is {self.arch_id}")
+
+    def _check_overlaps(self) -> None:
         in_order = sorted(self.tensors.values(), key=lambda e: (e.offset, e.nbytes))
         for before, after in itertools.pairwise(in_order):
             if before.offset + before.nbytes > after.offset:
@@ -385,44 +423,6 @@ class Reader:
                     expected=f"offset of at least {before.offset + before.nbytes}",
                     found=after.offset,
                 )
-        self.front_metadata = self.metadata
-        tail = self.metadata.get("tail_metadata")
-        if tail is None:
-            return
-        self.metadata = self._read_tail(tail)
-
-    def _read_tail(self, tail: Any) -> dict[str, Any]:
-        """Version 2 keeps config and tokenizer in a JSON tail behind the payload."""
-        fields = tail if isinstance(tail, dict) else {}
-        offset, size = fields.get("offset"), fields.get("size")
-        if (
-            not isinstance(offset, int)
-            or not isinstance(size, int)
-            or offset % OFFSET_UNIT
-            or offset < self.payload_end
-            or not 0 < size <= MAX_METADATA_BYTES
-            or offset + size > self.file_bytes
-        ):
-            raise MetadataError(
-                "tail_metadata does not describe a range behind the payload",
-                path=self.path,
-                found=f"offset {offset}, size {size}",
-            )
-        raw = np.empty(size, dtype=np.uint8)
-        self.pread_into(raw, offset)
-        declared = fields.get("hash")
-        value = declared.get("value") if isinstance(declared, dict) else None
-        found = xxhash.xxh64(raw.tobytes(), seed=0).hexdigest()
-        if value is not None and value != found:
-            raise MetadataError(
-                "tail metadata does not match its hash", path=self.path, expected=value, found=found
-            )
-        parsed = parse_metadata(raw.tobytes(), self.path)
-        full = parsed.get("metadata")
-        if not isinstance(full, dict):
-            raise MetadataError("tail holds no 'metadata' object", path=self.path)
-        self.payload_end = offset + size
-        return full
 
     def _check_trailing(self) -> None:
         extra = self.file_bytes - self.payload_end

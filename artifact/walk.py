@@ -20,6 +20,7 @@ from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError
 from ds4q.artifact.formats import Codec, codec_for
 from ds4q.artifact.hfq import Reader, TensorEntry
+from ds4q.artifact.readahead import Range, ReadAhead
 from ds4q.artifact.receipt import Receipt, TensorRecord
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import TYPES, matrix_shape, row_runs
@@ -106,6 +107,7 @@ def walk(
     entries = sorted(reader.tensors.values(), key=lambda e: e.offset)
     gate = _Gate(reader.file_bytes)
     gate.expect([e.offset for e in entries])
+    ahead = ReadAhead([[Range(reader.fd, e.offset, e.nbytes)] for e in entries])
     found: dict[tuple[int, int], list[Failure]] = {}
 
     def look(number: int) -> None:
@@ -114,7 +116,9 @@ def walk(
             gate.begin(entry.offset)
         try:
             if not gate.closed:
-                for v, failures in enumerate(_look_at(reader, entry, visitors, advance)):
+                for v, failures in enumerate(
+                    _look_at(reader, entry, visitors, advance, ahead.take(number))
+                ):
                     found[number, v] = failures
         finally:
             gate.finish(entry.offset)
@@ -122,7 +126,7 @@ def walk(
     def digest() -> str | None:
         if not sha256:
             return None
-        return sha256_stream(reader.pread_into, reader.file_bytes, gate.hashed)
+        return sha256_stream(reader.pread_into, reader.file_bytes, before=gate.hashed)
 
     with ThreadPoolExecutor(threads + 1) as pool:
         hashing = pool.submit(digest)
@@ -152,6 +156,7 @@ def _look_at(
     entry: TensorEntry,
     visitors: Sequence[Visitor],
     advance: Callable[[int], None],
+    reached: Callable[[int], None],
 ) -> list[list[Failure]]:
     rows, k = matrix_shape(entry.shape)
     active = [visitor.begin(entry, rows, k) for visitor in visitors]
@@ -161,6 +166,7 @@ def _look_at(
         if buffer is None or buffer.nbytes < count * row_bytes:
             buffer = _local.buffer = np.empty(count * row_bytes, dtype=np.uint8)
         packed = buffer[: count * row_bytes]
+        reached(first * row_bytes)
         reader.read_into(entry, packed, first * row_bytes)
         for tensor in active:
             if tensor is not None:

@@ -98,7 +98,7 @@ def _verify_payload(
                 partial = bool((own_metadata(reader) or {}).get("partial"))
                 checkpoint = Checkpoint.open(source, allow_partial=partial)
                 audited = audit(checkpoint, allow_partial=partial)
-                comparison = SourceComparison(check, checkpoint, audited)
+                comparison = SourceComparison(check, checkpoint, audited, reader.tensors)
                 comparison.compare_whole(reader)
                 visitors.append(comparison)
         payload_bytes = sum(entry.nbytes for entry in reader.tensors.values())

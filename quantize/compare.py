@@ -7,6 +7,7 @@ tensor that was converted through float32 is converted again and must give the s
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader, TensorEntry
+from ds4q.artifact.readahead import ReadAhead
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import TYPES
 from ds4q.artifact.walk import TensorVisitor
@@ -24,7 +26,7 @@ from ds4q.quantize.convert import compare
 from ds4q.quantize.deepseek4 import Inventory, classify, find_draft
 from ds4q.quantize.errors import SourceError
 from ds4q.quantize.plan import PlannedTensor
-from ds4q.quantize.rows import Buffers, RowReader
+from ds4q.quantize.rows import Buffers, RowReader, source_ranges
 
 U8 = npt.NDArray[np.uint8]
 _local = threading.local()
@@ -140,11 +142,17 @@ class _Refused:
 class SourceComparison:
     """A visitor of ``artifact.walk``: the artifact equals what its source demands."""
 
-    def __init__(self, check: Check, checkpoint: Checkpoint, audit: Audit) -> None:
+    def __init__(
+        self, check: Check, checkpoint: Checkpoint, audit: Audit, order: Iterable[str]
+    ) -> None:
+        """``order`` names the artifact's tensors as they will be walked."""
         self.check = check
         self._checkpoint = checkpoint
         self._audit = audit
         self._units: dict[str, Unit] = {unit.name: unit for unit in audit.units}
+        present = [self._units[name] for name in order if name in self._units]
+        self._number = {unit.name: number for number, unit in enumerate(present)}
+        self._ahead = ReadAhead([source_ranges(checkpoint, unit) for unit in present])
 
     def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
         unit = self._units.get(entry.name)
@@ -174,7 +182,13 @@ class SourceComparison:
         buffers = _local.__dict__.setdefault("buffers", Buffers())
         tensor = PlannedTensor(unit, entry, rows, k)
         try:
-            reader = RowReader(self._checkpoint, self._audit, tensor, buffers)
+            reader = RowReader(
+                self._checkpoint,
+                self._audit,
+                tensor,
+                buffers,
+                self._ahead.take(self._number[entry.name]),
+            )
         except SourceError as error:
             return _Refused(Failure(str(error), tensor=entry.name, **where))
         return _AgainstSource(reader, tensor)

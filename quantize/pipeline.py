@@ -21,6 +21,7 @@ import xxhash
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.metadata import canonical
+from ds4q.artifact.readahead import ReadAhead
 from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
 from ds4q.artifact.types import row_runs
 from ds4q.artifact.writer import PartialFile, WriteError
@@ -29,7 +30,7 @@ from ds4q.quantize.checkpoint import Checkpoint, SourceTensor
 from ds4q.quantize.convert import Events, pack
 from ds4q.quantize.journal import BlockRecord, Journal
 from ds4q.quantize.plan import Output, Plan, PlannedTensor
-from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader
+from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader, source_ranges
 
 U8 = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
@@ -111,9 +112,14 @@ class Pipeline:
     def pack_all(self, threads: int) -> None:
         """Pack every tensor; the first error stops all workers and is raised."""
         order = sorted(self._tensors(), key=self._priority)
+        tensors = [self.plan.outputs[o].tensors[t] for o, t in order]
+        ahead = ReadAhead([source_ranges(self._checkpoint, tensor.unit) for tensor in tensors])
         with ThreadPoolExecutor(threads + 1) as pool:
             syncing = pool.submit(self._sync_loop)
-            work = [pool.submit(self._pack_tensor, o, t) for o, t in order]
+            work = [
+                pool.submit(self._pack_tensor, o, t, ahead, number)
+                for number, (o, t) in enumerate(order)
+            ]
             try:
                 wait(work, return_when=FIRST_EXCEPTION)
             finally:
@@ -134,12 +140,12 @@ class Pipeline:
         weight = tensor.unit.weight
         return (-tensor.entry.nbytes if giant else 0, weight.shard, weight.offset)
 
-    def _pack_tensor(self, o: int, t: int) -> None:
+    def _pack_tensor(self, o: int, t: int, ahead: ReadAhead, number: int) -> None:
         tensor = self.plan.outputs[o].tensors[t]
         shard = self._checkpoint.shards[tensor.unit.weight.shard].path
         buffers = self._local.__dict__.setdefault("buffers", Buffers())
         try:
-            reader = RowReader(self._checkpoint, self._audit, tensor, buffers)
+            reader = RowReader(self._checkpoint, self._audit, tensor, buffers, ahead.take(number))
             self.results[o, t] = _TensorWork(self, o, t, reader, buffers).run()
         except Stopped:
             return
@@ -313,11 +319,11 @@ def seal(
     """
     front = output.front(digest)
     file.pwrite(front, 0)
-    with ThreadPoolExecutor(2) as pool:
+    check = _ReadBack(file, output, results)
+    with ThreadPoolExecutor(1) as pool:
         syncing = pool.submit(file.sync)
-        checking = pool.submit(_read_back, file, output, results)
-        sha256 = sha256_stream(file.pread_into, file.file_bytes, lambda nbytes: None)
-        checking.result()
+        sha256 = sha256_stream(file.pread_into, file.file_bytes, seen=check.seen)
+        check.finish()
         syncing.result()
     ours = output.metadata["ds4q"]
     return Receipt(
@@ -334,20 +340,47 @@ def seal(
     )
 
 
-def _read_back(file: PartialFile, output: Output, results: list[Packed]) -> None:
-    buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
-    for tensor, result in zip(output.tensors, results, strict=True):
-        hasher = xxhash.xxh3_128()
-        for start in range(0, tensor.entry.nbytes, CHUNK_BYTES):
-            part = buffer[: min(CHUNK_BYTES, tensor.entry.nbytes - start)]
-            file.pread_into(part, tensor.entry.offset + start)
-            hasher.update(part.data)
-        if hasher.hexdigest() != result.packed:
+class _ReadBack:
+    """Compares the payloads of the finished file, chunk by chunk, with what was packed."""
+
+    def __init__(self, file: PartialFile, output: Output, results: list[Packed]) -> None:
+        self._path = file.path
+        self._tensors = zip(output.tensors, results, strict=True)
+        self._hasher = xxhash.xxh3_128()
+        self._current = next(self._tensors, None)
+
+    def seen(self, offset: int, chunk: U8) -> None:
+        """The next bytes of the file."""
+        end = offset + chunk.nbytes
+        while self._current is not None:
+            entry = self._current[0].entry
+            start = max(entry.offset, offset)
+            stop = min(entry.offset + entry.nbytes, end)
+            if start < stop:
+                self._hasher.update(chunk[start - offset : stop - offset].data)
+            if stop < entry.offset + entry.nbytes:
+                return  # goes on in the next chunk
+            self._compare(*self._current)
+            self._current = next(self._tensors, None)
+
+    def _compare(self, tensor: PlannedTensor, result: Packed) -> None:
+        found = self._hasher.hexdigest()
+        self._hasher.reset()
+        if found != result.packed:
             raise WriteError(
                 "the file read back differs from what was written",
-                path=file.path,
+                path=self._path,
                 tensor=tensor.entry.name,
                 expected=result.packed,
-                found=hasher.hexdigest(),
+                found=found,
                 remedy="check disk and memory of this machine",
+            )
+
+    def finish(self) -> None:
+        """The file has ended: every tensor must have been seen."""
+        if self._current is not None:
+            raise WriteError(
+                "the file read back is too short",
+                path=self._path,
+                tensor=self._current[0].entry.name,
             )

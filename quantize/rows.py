@@ -5,10 +5,13 @@ Memory is bounded by a run of rows, not by a tensor: the largest source tensor i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.quantize.audit import FP8_BLOCK, Audit
+from ds4q.artifact.readahead import Range
+from ds4q.quantize.audit import FP8_BLOCK, Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.convert import Rows, scale_grid
 from ds4q.quantize.plan import PlannedTensor
@@ -31,12 +34,25 @@ class Buffers:
         return held[:nbytes]
 
 
+def source_ranges(checkpoint: Checkpoint, unit: Unit) -> list[Range]:
+    """Where the bytes of a weight and its scale lie, for ``ReadAhead``."""
+    tensors = [unit.weight] + ([unit.scale] if unit.scale else [])
+    return [Range(checkpoint.shards[t.shard].fd, t.offset, t.nbytes) for t in tensors]
+
+
 class RowReader:
     """Reads rows of one planned tensor; the FP8 grid is read once and kept."""
 
     def __init__(
-        self, checkpoint: Checkpoint, audit: Audit, tensor: PlannedTensor, buffers: Buffers
+        self,
+        checkpoint: Checkpoint,
+        audit: Audit,
+        tensor: PlannedTensor,
+        buffers: Buffers,
+        reached: Callable[[int], None],
     ) -> None:
+        """``reached`` hears how many weight bytes were asked for, ahead of each read."""
+        self._reached = reached
         self._checkpoint = checkpoint
         self._tensor = tensor
         self._buffers = buffers
@@ -56,6 +72,7 @@ class RowReader:
         tensor and is given by ``whole_scale``.
         """
         unit = self._tensor.unit
+        self._reached(first * self._row_bytes)
         weight = self._buffers.take("weight", count * self._row_bytes)
         self._checkpoint.read_into(unit.weight, weight, first * self._row_bytes)
         scale: U8 | npt.NDArray[np.float32] | None = self._grid

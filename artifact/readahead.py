@@ -1,0 +1,64 @@
+"""Owns telling the kernel what will be read next, where many threads read many places of a file.
+
+The kernel's own readahead follows one stream per open file; workers that read tensor after tensor
+through one descriptor look like random access to it. An item is what one worker reads from begin
+to end: one or more byte ranges, the first of which leads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+WITHIN_BYTES = 16 << 20  # of the item being read
+AHEAD_BYTES = 48 << 20  # of the items that come next
+STEP_BYTES = 4 << 20  # less than this is not worth a system call
+
+
+class Range(NamedTuple):
+    """``nbytes`` at ``offset`` of the open file ``fd``."""
+
+    fd: int
+    offset: int
+    nbytes: int
+
+
+class ReadAhead:
+    """Advises the kernel ahead of workers that take ``items`` in order."""
+
+    def __init__(self, items: Sequence[Sequence[Range]]) -> None:
+        self._items = items
+        self._advised = [0] * len(items)
+        self._lock = threading.Lock()
+
+    def take(self, number: int) -> Callable[[int], None]:
+        """A worker takes item ``number``: bring in its beginning and the items behind it.
+
+        Returns a function to be called with the bytes of the leading range that were read.
+        """
+        self._reach(number, 0)
+        budget = AHEAD_BYTES
+        for following in range(number + 1, len(self._items)):
+            size = sum(part.nbytes for part in self._items[following])
+            self._reach(following, 0)
+            budget -= size
+            if budget <= 0:
+                break
+        return partial(self._reach, number)
+
+    def _reach(self, number: int, done: int) -> None:
+        """The leading range of item ``number`` has been read up to byte ``done``."""
+        lead = self._items[number][0]
+        with self._lock:
+            have = self._advised[number]
+            wanted = min(lead.nbytes, done + WITHIN_BYTES)
+            if (wanted - have < STEP_BYTES and wanted < lead.nbytes) or wanted <= have:
+                return
+            self._advised[number] = wanted
+        os.posix_fadvise(lead.fd, lead.offset + have, wanted - have, os.POSIX_FADV_WILLNEED)
+        if have == 0:
+            for part in self._items[number][1:]:
+                os.posix_fadvise(part.fd, part.offset, part.nbytes, os.POSIX_FADV_WILLNEED)
