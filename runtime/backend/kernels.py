@@ -37,6 +37,7 @@ LANES = 16
 STEP = 32  # columns
 TOKENS = 4  # that share one decode of a row
 ROW_TILE = 32  # rows that stay in the second-level cache while the tokens pass by
+ZERO = np.int64(0)  # numba would compile a kernel once more for a literal argument
 PREFETCH_BYTES = 4352  # beyond the page that is being read, where hardware prefetchers stop
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -422,7 +423,7 @@ def multiply(type_id: int, address: int, rows: int, row_bytes: int, x: Array, ou
     addresses = np.empty(1, dtype=np.int64)
     addresses[0] = address
     xs = spread(x, type_id)
-    multiply_rows(type_id, addresses, starts, items, items, 0, rows, rows, row_bytes, xs, out)
+    multiply_rows(type_id, addresses, starts, items, items, ZERO, rows, rows, row_bytes, xs, out)
 
 
 @jit
@@ -490,8 +491,10 @@ def feed_forward(
     xs = spread(x, gate_type)
     gate_up = np.empty((len(writes), width), dtype=np.float32)
     n = len(addresses) * width
-    multiply_rows(gate_type, addresses, both, reads, writes, 0, n, width, gate_bytes, xs, gate_up)
+    multiply_rows(
+        gate_type, addresses, both, reads, writes, ZERO, n, width, gate_bytes, xs, gate_up
+    )
     hidden = spread(activate(gate_up, limit), down_type)
     downs = table[:, 2].copy()
     n = len(downs) * rows
-    multiply_rows(down_type, downs, starts, slots, slots, 0, n, rows, down_bytes, hidden, out)
+    multiply_rows(down_type, downs, starts, slots, slots, ZERO, n, rows, down_bytes, hidden, out)
