@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 import xxhash
@@ -17,7 +18,10 @@ MAX_METADATA_BYTES = 256 << 20
 MAX_NESTING = 256
 BLANK_DIGEST = " " * 32  # what metadata_xxh3 is replaced by while it is computed
 
-_STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]', re.DOTALL)
+# A whole string, a bracket, or a quote that opens a string without an end. Possessive: the scan
+# keeps no state for each escape, and never tries a second way to read the same bytes.
+_STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}\[\]]', re.DOTALL)
+_DIGEST = re.compile(rb'(?<="metadata_xxh3":")([0-9a-f]{32}|[ ]{32})(?=")')
 
 
 def canonical(value: Any) -> bytes:
@@ -27,14 +31,22 @@ def canonical(value: Any) -> bytes:
             value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
         )
         return text.encode("utf-8")
-    except (ValueError, UnicodeEncodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise MetadataError("metadata cannot be written as JSON", found=str(error)) from None
 
 
 def seal(metadata: dict[str, Any]) -> bytes:
-    """Canonical bytes of ``metadata`` with ``ds4q.metadata_xxh3`` filled in; the input is kept."""
+    """Canonical bytes of ``metadata`` with ``ds4q.metadata_xxh3`` filled in; the input is kept.
+
+    Raises ``MetadataError`` for what the reader would refuse: values that JSON cannot hold, deep
+    nesting, and a second key ``metadata_xxh3`` that makes the place of the digest ambiguous.
+    """
     blanked = metadata | {"ds4q": metadata["ds4q"] | {"metadata_xxh3": BLANK_DIGEST}}
-    digest = xxhash.xxh3_128(canonical(blanked)).hexdigest()
+    raw = canonical(blanked)
+    object_length(memoryview(raw), None)
+    if metadata_digest(raw) is None:
+        raise MetadataError("metadata holds more than one metadata_xxh3")
+    digest = xxhash.xxh3_128(raw).hexdigest()
     return canonical(blanked | {"ds4q": blanked["ds4q"] | {"metadata_xxh3": digest}})
 
 
@@ -45,7 +57,7 @@ def front_digest(header: bytes, index: bytes) -> str:
 
 def metadata_digest(raw: bytes) -> str | None:
     """xxh3-128 (hex) of ``raw`` with ``metadata_xxh3`` blanked; None where it is not there once."""
-    parts = re.split(rb'(?<="metadata_xxh3":")([0-9a-f]{32}|[ ]{32})(?=")', raw)
+    parts = _DIGEST.split(raw)
     if len(parts) != 3:
         return None
     return xxhash.xxh3_128(parts[0] + BLANK_DIGEST.encode() + parts[2]).hexdigest()
@@ -57,8 +69,8 @@ def parse_metadata(raw: bytes, path: object = None) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
-            names = [k for k, _ in pairs]
-            twice = next(k for k in names if names.count(k) > 1)
+            counts = Counter(name for name, _ in pairs)
+            twice = counts.most_common(1)[0][0]
             raise MetadataError("metadata has a key twice", path=path, found=repr(twice))
         return out
 
@@ -67,7 +79,8 @@ def parse_metadata(raw: bytes, path: object = None) -> dict[str, Any]:
 
     try:
         parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-        json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+        # Surrogates and infinity (1e999) may hide behind escapes and exponents.
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise MetadataError("metadata holds a lone surrogate", path=path) from error
     except UnicodeDecodeError as error:
@@ -77,7 +90,7 @@ def parse_metadata(raw: bytes, path: object = None) -> dict[str, Any]:
         raise MetadataError("metadata is not JSON", path=path, found=str(error)) from None
     except MetadataError:
         raise
-    except ValueError as error:  # an integer of more digits than Python converts
+    except ValueError as error:  # infinity, or an integer of more digits than Python converts
         raise MetadataError("metadata is not usable JSON", path=path, found=str(error)) from None
     if not isinstance(parsed, dict):
         raise MetadataError("metadata is not a JSON object", path=path)
@@ -92,12 +105,16 @@ def object_length(front: memoryview, path: object) -> int:
     depth = 0
     for token in _STRUCTURE.finditer(front):
         char = front[token.start()]
+        if char == ord('"'):
+            if token.end() - token.start() == 1:
+                raise MetadataError("a string never closes before data_offset", path=path)
+            continue
         if char in b"{[":
             depth += 1
             if depth > MAX_NESTING:
                 found = f"more than {MAX_NESTING} levels"
                 raise MetadataError("metadata is nested too deeply", path=path, found=found)
-        elif char in b"}]":
+        else:
             depth -= 1
             if depth == 0:
                 if token.end() > MAX_METADATA_BYTES:
