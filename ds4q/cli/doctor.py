@@ -34,8 +34,8 @@ from ds4q.hipkern.probe import HipReport, probe
 PACKAGES = ("click", "rich", "numpy", "numba", "xxhash", "zstandard", "tokenizers")
 """What ds4q imports from others: the ``dependencies`` of pyproject.toml."""
 
-CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "sha_ni")
-"""Instruction sets that the compiled kernels and the hashes run faster with; none is required."""
+CPU_FEATURES = ("ssse3", "avx2", "avx512f", "sha_ni")
+"""What makes the matrix kernels (ssse3, avx512f) and the digests faster; none is required."""
 
 CGROUP_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 says "no limit" with a number just under 2^63
 
