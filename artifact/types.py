@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from ds4q.artifact.errors import IndexFieldError, PayloadSizeError, TensorTypeError
 
+MAX_ROW_BLOCKS = 0xFFFF  # a row header counts its blocks in 16 bits
+
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
@@ -19,8 +21,9 @@ class TensorType:
 
     ``block`` elements take ``block_bytes``. With ``row_header_bytes`` a tensor is rows of
     (header, K / block blocks); without, blocks run over the row-major data. ``block`` 0: the length
-    of this upstream type is not known here. ``group_size`` is what the index entry carries.
-    ``codec`` names the module in ``formats/`` that decodes it, or is empty.
+    of this upstream type is not known here. ``pad_blocks``: a row carries one more byte for each
+    block that its number of blocks lacks to a multiple. ``group_size`` is what the index entry
+    carries. ``codec`` names the module in ``formats/`` that decodes it, or is empty.
     """
 
     id: int
@@ -29,26 +32,38 @@ class TensorType:
     block_bytes: int = 0
     row_header_bytes: int = 0
     tensor_header_bytes: int = 0
+    pad_blocks: int = 1
     group_size: int = 0
     codec: str = ""
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of one row of ``k`` elements, header included."""
-        if not self.block or k <= 0 or k % self.block:
+        """Bytes of one row of ``k`` elements, header included.
+
+        Raises
+        ------
+        TensorTypeError : the length of this type is not known here
+        PayloadSizeError : ``k`` is no multiple of the block, or exceeds the header's block count
+        """
+        if not self.block:
+            raise TensorTypeError(f"the length of {self.name} is not known")
+        expected: str | None = None
+        if k <= 0 or k % self.block:
+            expected = f"a multiple of {self.block}"
+        elif self.row_header_bytes and k // self.block > MAX_ROW_BLOCKS:
+            expected = f"at most {MAX_ROW_BLOCKS * self.block}"
+        if expected:
             raise PayloadSizeError(
-                f"{self.name} cannot hold rows of this length",
-                expected=f"a multiple of {self.block}",
-                found=k,
+                f"{self.name} cannot hold rows of this length", expected=expected, found=k
             )
-        return self.row_header_bytes + k // self.block * self.block_bytes
+        n = k // self.block
+        return self.row_header_bytes + n * self.block_bytes + -n % self.pad_blocks
 
     def payload_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a whole tensor of logical ``shape`` (out, ..., in); ``()`` is one element."""
-        elements = math.prod(shape)
-        if self.row_header_bytes:
-            k = shape[-1] if shape else 1
-            return self.tensor_header_bytes + elements // k * self.row_bytes(k)
-        return self.tensor_header_bytes + self.row_bytes(elements)
+        rows, k = matrix_shape(shape)
+        if not self.row_header_bytes:
+            return self.tensor_header_bytes + self.row_bytes(rows * k)
+        return self.tensor_header_bytes + rows * self.row_bytes(k)
 
 
 F16 = TensorType(1, "F16", 1, 2, codec="plain")
@@ -87,7 +102,7 @@ _UPSTREAM = (
     ),
     TensorType(33, "MFP4G32P", 32, 17, row_header_bytes=16, group_size=32),
     TensorType(34, "MFP4G32E8", 32, 17, row_header_bytes=16, group_size=32),
-    TensorType(35, "MFP4G32E8SOA"),
+    TensorType(35, "MFP4G32E8SOA", 32, 17, row_header_bytes=16, pad_blocks=16, group_size=32),
     TensorType(36, "MFP3G32E8", 32, 13, row_header_bytes=16, group_size=32),
     TensorType(37, "MFP2G32E8", 32, 9, row_header_bytes=16, group_size=32),
     TensorType(38, "MQ2G256GL", 256, 66, group_size=256),
@@ -179,9 +194,7 @@ def check_entry(
     try:
         expected = kind.payload_bytes(shape)
     except PayloadSizeError as error:
-        raise PayloadSizeError(
-            error.what, path=path, tensor=tensor, expected=error.expected, found=error.found
-        ) from None
+        raise error.located(path=path, tensor=tensor) from None
     if nbytes != expected:
         raise PayloadSizeError(
             path=path, tensor=tensor, expected=f"{expected} bytes", found=f"{nbytes} bytes"
