@@ -1,16 +1,18 @@
 """Owns the public functions that join the rooms: what a command does, for programs.
 
-``ds4q.quantize(...)`` and ``ds4q.verify(...)`` are these; the command line prints what they return.
+The command line parses words, calls these and prints what they return.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from ds4q import __version__
 from ds4q.artifact.check import check_structure, own_metadata
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
@@ -21,6 +23,9 @@ from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
 from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.compare import SourceComparison, check_inventory
+from ds4q.quantize.job import Job, Summary
+from ds4q.quantize.plan import DraftChoice, Options, make_plan
+from ds4q.quantize.recipe import RECIPES
 
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
@@ -33,6 +38,58 @@ NO_RECEIPT = "no receipt: digests not checked"
 def silent(label: str, total: int) -> Iterator[Advance]:
     """The progress of a program that shows none."""
     yield lambda nbytes: None
+
+
+def quantize(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    recipe: str = "fp4",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    draft: DraftChoice = "split",
+    allow_partial: bool = False,
+    dry_run: bool = False,
+    resume: bool = False,
+    force: bool = False,
+    threads: int = 1,
+    progress: Progress = silent,
+    warn: Callable[[str], None] = warnings.warn,
+) -> Summary:
+    """Turn a checkpoint into an artifact and its receipt, the draft into files beside them.
+
+    Parameters
+    ----------
+    source : checkpoint folder, or one ``.safetensors`` file
+    out : path of the artifact; nothing stands there before it is complete
+    recipe : ``fp4`` (lossless), ``fp4-q8`` or ``fp4-f16``
+    include, exclude : literal name prefixes; include first, then exclude
+    draft : ``mtp.*`` tensors go to a file of their own (``split``), into ``out``, or nowhere
+    dry_run : plan only; the sizes are those that would be written
+    resume : go on with an unfinished job; a finished one is recognised
+    force : replace existing output
+    warn : hears what is legal but unusual, before any work
+
+    Raises
+    ------
+    SourceError : the checkpoint is not sound; nothing was written
+    JobError, WriteError : the output cannot be placed or written
+    """
+    options = Options(RECIPES[recipe], tuple(include), tuple(exclude), draft, allow_partial)
+    with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
+        audited = audit(checkpoint, allow_partial=allow_partial)
+        plan = make_plan(checkpoint, audited, Path(out), options, __version__)
+        for warning in (*audited.warnings, *plan.warnings):
+            warn(warning)
+        job = Job(checkpoint, audited, plan, resume=resume, force=force)
+        finished = job.finished_earlier()
+        if finished is not None:
+            return finished
+        job.preflight()
+        if dry_run:
+            return Summary(plan)
+        with progress("quantize", plan.payload_bytes) as advance:
+            return job.run(threads, advance)
 
 
 def verify(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds4q import __version__
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -91,42 +92,38 @@ def command(
     The source is audited before any work. A stopped job goes on with --resume; nothing stands at a
     final name before it is complete.
     """
-    from ds4q.quantize.audit import audit
-    from ds4q.quantize.checkpoint import Checkpoint
-    from ds4q.quantize.job import Job, Summary
-    from ds4q.quantize.plan import Options, make_plan
-    from ds4q.quantize.recipe import RECIPES as recipes
-
     if resume and force:
         raise click.UsageError("--resume goes on with a job, --force starts over: give one of them")
-    options = Options(recipes[recipe], include, exclude, draft, allow_partial)
-    with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
-        audited = audit(checkpoint, allow_partial=allow_partial)
-        plan = make_plan(checkpoint, audited, out, options, __version__)
-        for warning in (*audited.warnings, *plan.warnings):
-            common.warn(warning)
-        job = Job(checkpoint, audited, plan, resume=resume, force=force)
-        job.preflight()
-        if dry_run:
-            summary = Summary(plan)
-        elif (finished := job.finished_earlier()) is not None:
-            summary = finished
-        else:
-            with (
-                common.last_words(lambda: _resume_line(source) if job.started else None),
-                common.progress("quantize", plan.payload_bytes, quiet=quiet) as advance,
-            ):
-                summary = job.run(threads, advance)
+    from ds4q.api import quantize
+    from ds4q.quantize.journal import journal_path
+
+    def resume_line() -> str | None:
+        return _resume_line() if journal_path(out).exists() else None
+
+    with common.last_words(resume_line):
+        summary = quantize(
+            source,
+            out,
+            recipe=recipe,
+            include=include,
+            exclude=exclude,
+            draft=draft,
+            allow_partial=allow_partial,
+            dry_run=dry_run,
+            resume=resume,
+            force=force,
+            threads=threads,
+            progress=partial(common.progress, quiet=quiet),
+            warn=common.warn,
+        )
     if as_json:
         common.emit_json(summary.document())
     else:
         _print(summary, dry_run=dry_run, verbose=verbose)
 
 
-def _resume_line(source: Path) -> str:
+def _resume_line() -> str:
     """The command that goes on with this job: the same words, with --resume."""
-    import sys
-
     words = [w for w in sys.argv[1:] if w not in ("--force", "--resume")]
     return "continue with: " + shlex.join(["ds4q", *words, "--resume"])
 
