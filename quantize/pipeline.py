@@ -35,7 +35,7 @@ from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader, source_ranges
 U8 = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
 BLOCK_BYTES = 16 << 20  # of packed rows per journal line: the most that a stop can cost a worker
-SYNC_BYTES = 256 << 20  # of packed bytes between two syncs: the most that a power loss can cost
+SYNC_BYTES = 1 << 30  # of packed bytes between two syncs: the most that a power loss can cost
 
 
 class Stopped(Exception):
