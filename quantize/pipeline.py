@@ -1,4 +1,4 @@
-"""Owns the job itself: packs every planned tensor, keeps the journal, publishes atomically.
+"""Owns packing: every planned tensor into its partial file, journaled, then sealed and read back.
 
 Workers take whole tensors and write disjoint, planned ranges; what they write does not depend on
 how many they are or on where an earlier run was stopped. Every packed run of rows is compared with
