@@ -111,7 +111,7 @@ class Engine:
             engine = cls(
                 config,
                 source,
-                ResidentExperts(config, source),
+                ResidentExperts(config, source, path=reader.path),
                 threads=threads,
                 max_context=max_context,
                 batch_tokens=batch_tokens,

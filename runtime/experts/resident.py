@@ -27,11 +27,12 @@ class ResidentExperts:
     Parameters
     ----------
     source : asked once per layer for all of the layer's matrices
+    path : named in errors
     """
 
-    def __init__(self, config: ModelConfig, source: MatrixSource) -> None:
+    def __init__(self, config: ModelConfig, source: MatrixSource, *, path: object = None) -> None:
         self._layers = [
-            _layer_experts(config, source, layer) for layer in range(config.num_hidden_layers)
+            _layer_experts(config, source, layer, path) for layer in range(config.num_hidden_layers)
         ]
 
     def get(self, layer: int, ids: npt.NDArray[np.integer[Any]]) -> Mapping[int, Expert]:
@@ -39,7 +40,9 @@ class ResidentExperts:
         return self._layers[layer]
 
 
-def _layer_experts(config: ModelConfig, source: MatrixSource, layer: int) -> dict[int, Expert]:
+def _layer_experts(
+    config: ModelConfig, source: MatrixSource, layer: int, path: object
+) -> dict[int, Expert]:
     d, width = config.hidden_size, config.moe_intermediate_size
     shapes = {"w1": (width, d), "w3": (width, d), "w2": (d, width)}
     names = [f"layers.{layer}.ffn.experts.{e}" for e in range(config.n_routed_experts)]
@@ -54,6 +57,7 @@ def _layer_experts(config: ModelConfig, source: MatrixSource, layer: int) -> dic
             if found[tensor].type_id != kind:
                 raise ModelTensorError(
                     "experts of one layer differ in type",
+                    path=path,
                     tensor=tensor,
                     expected=type_of(kind).name,
                     found=type_of(found[tensor].type_id).name,

@@ -83,9 +83,11 @@ class Places:
         cos, sin = rope.tables(frequencies, first, tokens)
         if not ratio:
             return Places(0, cos, sin, cos[:0], sin[:0], np.zeros(tokens, dtype=np.int64))
-        started, done = first // ratio, (first + tokens) // ratio
-        windows = rope.tables(frequencies, started * ratio, done - started, ratio)
         counts = np.arange(first + 1, first + tokens + 1) // ratio
+        started, done = first // ratio, (first + tokens) // ratio
+        windows = cos[:0], sin[:0]
+        if done > started:
+            windows = rope.tables(frequencies, started * ratio, done - started, ratio)
         return Places(ratio, cos, sin, *windows, counts)
 
 

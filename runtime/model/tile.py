@@ -8,7 +8,7 @@ the CPU's vector width and whatever lies in the other columns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import llvmlite.ir as ir
 import numpy as np
@@ -79,7 +79,7 @@ def _type_tile(typingctx: Any, a: Any, b: Any, out: Any) -> Any:
     return types.void(a, b, out), _emit
 
 
-tile: Callable[[F32, F32, F32], None] = intrinsic(_type_tile)
+tile = cast(Callable[[F32, F32, F32], None], intrinsic(_type_tile))
 
 
 def tile_reference(a: F32, b: F32, out: F32) -> None:

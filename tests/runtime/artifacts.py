@@ -18,7 +18,7 @@ from ds4q.artifact.formats import codec_for
 from ds4q.artifact.formats.hfp4g32 import repack
 from ds4q.artifact.hfq import ARCH_DEEPSEEK4
 from ds4q.artifact.numeric import E4M3, E8M0, bf16_to_f32
-from ds4q.artifact.types import BF16, F32, HFP4G32, TIDI32, TensorType
+from ds4q.artifact.types import BF16, F16, F32, HFP4G32, TIDI32, TensorType
 from ds4q.artifact.writer import TensorSpec, layout
 
 DATA = Path(__file__).parents[1] / "data"
@@ -48,18 +48,11 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, str, Array]]:
             yield name, info["dtype"], values.reshape(info["shape"])
 
 
-def dense_values(folder: Path) -> dict[str, Array]:
-    """Every backbone tensor decoded: float32, ids int64, experts by codes times scales."""
-    return {
-        name: codec_for(kind.id).decode(payload, shape)
-        for name, (kind, shape, payload) in pack(folder).items()
-    }
-
-
 def pack(folder: Path, dense: TensorType | None = None) -> dict[str, Packed]:
     """The backbone's tensors as an artifact holds them.
 
-    ``dense`` None keeps every value exact (FP8 as BF16); a type re-encodes all dense matrices.
+    ``dense`` None keeps every value exact (FP8 as BF16); a type re-encodes the dense matrices, and
+    F16 takes the rest, as in hipfire's recipes.
     """
     tensors = {name: (dtype, raw) for name, dtype, raw in read_checkpoint(folder)}
     packed: dict[str, Packed] = {}
@@ -80,8 +73,8 @@ def pack(folder: Path, dense: TensorType | None = None) -> dict[str, Packed]:
                 kind, values = BF16, E4M3[raw] * spread[: raw.shape[0], : raw.shape[1]]
             elif dtype == "BF16":
                 kind, values = BF16, bf16_to_f32(raw)
-            if dense is not None and values.ndim == 2 and values.shape[1] % 32 == 0:
-                kind = dense
+            if dense is not None:
+                kind = dense if values.ndim == 2 and name.endswith(".weight") else F16
             packed[name] = (kind, values.shape, codec_for(kind.id).encode(values))
     return packed
 

@@ -1,0 +1,68 @@
+"""Caches: growth keeps rows and copies little, sizes follow the config, rings outlast a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ds4q.runtime.config import parse_config
+from ds4q.runtime.kv import Entries, LayerCache, new_state
+from tests.runtime.artifacts import DATA, config_of
+
+CONFIG = parse_config(config_of(DATA / "ds4-random"))  # ratios 0, 4, 128, 4, 128, 0; window 32
+
+
+def test_growth_keeps_rows_and_copies_linearly() -> None:
+    entries, copied = Entries(3, None), 0
+    for count in range(1, 5000):
+        before = entries.rows
+        rows = entries.reserve(count)
+        if rows is not before:
+            copied += len(before)
+        rows[count - 1] = count
+    assert np.array_equal(entries.rows[:4999, 0], np.arange(1, 5000, dtype=np.float32))
+    assert copied < 2 * 5000
+    assert len(entries.rows) < 2 * 5000 + 4
+
+
+def test_sized_entries_never_move() -> None:
+    entries = Entries(3, 10)
+    rows = entries.rows
+    assert len(rows) == 12  # whole tiles of four
+    assert entries.reserve(10) is rows
+
+
+def test_reserve_jumps_to_what_is_asked() -> None:
+    assert len(Entries(2, 0).reserve(1001)) == 1004
+
+
+@pytest.mark.parametrize(
+    ("layer", "ratio", "compressor", "index"),
+    [
+        (0, 0, None, None),
+        (1, 4, (8 + 7, 256), (8 + 7, 256)),
+        (2, 128, (128 + 7, 128), None),
+    ],
+)
+def test_shapes_of_a_layer(
+    layer: int,
+    ratio: int,
+    compressor: tuple[int, int] | None,
+    index: tuple[int, int] | None,
+) -> None:
+    cache = LayerCache(CONFIG, layer, batch=7, max_context=1000)
+    assert cache.window.shape == (32 - 1 + 7, 128)
+    for part, shape in ((cache.compressor, compressor), (cache.index, index)):
+        assert (part is None) == (shape is None)
+        if part is not None:
+            assert part.values.shape == part.gates.shape == shape
+            assert part.entries.rows.shape == (-(-(1000 // ratio) // 4) * 4, 128)
+
+
+def test_state_counts_its_bytes() -> None:
+    state = new_state(CONFIG, 7, 1000)
+    assert state.position == 0
+    assert len(state.layers) == 6
+    window, wide, narrow = 38 * 128 * 4, 2 * 15 * 256 * 4, 2 * 135 * 128 * 4
+    expected = 6 * window + 2 * 2 * (wide + 252 * 512) + 2 * (narrow + 8 * 512)
+    assert state.nbytes == expected
