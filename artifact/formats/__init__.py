@@ -9,14 +9,13 @@ payload is touched.
 from __future__ import annotations
 
 import importlib
-import math
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ds4q.artifact.errors import PayloadSizeError
-from ds4q.artifact.types import TensorType, decodable
+from ds4q.artifact.types import TensorType, decodable, matrix_shape
 
 U8 = npt.NDArray[np.uint8]
 Values = npt.NDArray[Any]
@@ -61,7 +60,7 @@ class Codec:
     def encode(self, values: Values) -> U8:
         """Payload (1-D uint8) of ``values``."""
         elements = self.unit(values.shape)[0]
-        if math.prod(values.shape) % elements:
+        if values.size % elements:
             raise PayloadSizeError(
                 f"{self.type.name} needs a multiple of {elements} values", found=values.shape
             )
@@ -76,10 +75,14 @@ class Codec:
         path: object = None,
         tensor: str | None = None,
     ) -> None:
-        """Check every byte of a payload, or of rows of one that begin at ``first_row``."""
-        per_row = 1 if self.type.row_header_bytes else max(1, shape[-1] // self.type.block)
+        """Check every byte of a payload, or of rows of one that begin at ``first_row``.
+
+        A row is the last dim; a scalar or vector is one row. Raises ``PayloadValueError`` naming
+        row, group or element within the whole tensor.
+        """
         units = self.units(payload, shape)
-        self.validate_units(units, first=first_row * per_row, path=path, tensor=tensor)
+        first = first_row * matrix_shape(shape)[1] // self.unit(shape)[0]
+        self.validate_units(units, first=first, path=path, tensor=tensor)
 
 
 def codec_for(type_id: int, *, path: object = None, tensor: str | None = None) -> Codec:

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ds4q.artifact.errors import PayloadValueError
+from ds4q.artifact.errors import PayloadSizeError, PayloadValueError
 from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.artifact.formats import U8, Codec, Values, _quad
 from ds4q.artifact.numeric import E2M1, E8M0, unpack_nibbles
@@ -156,7 +156,8 @@ def _decode_reference(rows: U8, row_scales: Values, out: Values) -> None:
     blocks = _blocks(rows)
     values = E2M1[unpack_nibbles(blocks[:, :, 1:])]  # (M, K/32, 32)
     with np.errstate(over="ignore"):
-        scaled = values * E8M0[blocks[:, :, :1]] * row_scales[:, None, None]
+        # Code times row scale is exact in float32, so the last factor rounds once or not at all.
+        scaled = values * row_scales[:, None, None] * E8M0[blocks[:, :, :1]]
     out[:] = scaled.reshape(out.shape)
 
 
@@ -169,11 +170,30 @@ def _decode_fast(rows: U8, row_scales: Values, out: Values) -> None:
             scale = E8M0[rows[r, 16 + 17 * b]]
             for i in range(CODE_BYTES):
                 byte = rows[r, 17 + 17 * b + i]
-                out[r, 32 * b + 2 * i] = E2M1[byte & 15] * scale * row_scales[r]
-                out[r, 32 * b + 2 * i + 1] = E2M1[byte >> 4] * scale * row_scales[r]
+                out[r, 32 * b + 2 * i] = E2M1[byte & 15] * row_scales[r] * scale
+                out[r, 32 * b + 2 * i + 1] = E2M1[byte >> 4] * row_scales[r] * scale
 
 
 _decode = FastPath(_decode_reference, _decode_fast)
+
+
+def _check_shapes(codes: U8, scales: U8, rows: U8 | None) -> None:
+    """The compiled kernels take addresses: a wrong shape would reach beyond the arrays."""
+    m, n = scales.shape if scales.ndim == 2 else (len(scales), 0)
+    row_bytes = HFP4G32.row_bytes(n * BLOCK)
+    expected = [(m, n * CODE_BYTES), (m, n), (m, row_bytes)]
+    arrays = [codes, scales] if rows is None else [codes, scales, rows]
+    for array, shape in zip(arrays, expected, strict=False):
+        if (
+            array.shape != shape
+            or array.dtype != np.uint8
+            or not all(row.flags.c_contiguous for row in array[:1])
+        ):
+            raise PayloadSizeError(
+                "codes, scales and rows must be uint8, contiguous by row, and agree",
+                expected=shape,
+                found=f"{array.dtype} {array.shape}, strides {array.strides}",
+            )
 
 
 def repack(codes: U8, scales: U8, rows: U8 | None = None) -> U8:
@@ -184,13 +204,12 @@ def repack(codes: U8, scales: U8, rows: U8 | None = None) -> U8:
     codes : (M, K/2) uint8, two E2M1 codes a byte, low nibble = even column
     scales : (M, K/32) uint8, E8M0
     rows : (M, row_bytes) uint8 to write into; allocated where None
+
+    Raises ``PayloadSizeError`` where the shapes disagree, or a row is not contiguous.
     """
+    _check_shapes(codes, scales, rows)
     m, n = scales.shape
     k = n * BLOCK
-    if codes.shape != (m, k // 2):
-        raise PayloadValueError(
-            "codes and scales disagree", expected=(m, k // 2), found=codes.shape
-        )
     if rows is None:
         rows = np.empty((m, HFP4G32.row_bytes(k)), dtype=np.uint8)
     _repack(codes, scales, row_header(k), rows)
@@ -205,6 +224,7 @@ def unpack(rows: U8) -> tuple[U8, U8]:
 
 def first_difference(codes: U8, scales: U8, rows: U8) -> tuple[int, int] | None:
     """Row and block where ``rows`` is not the repack of the source; block -1 is the row header."""
+    _check_shapes(codes, scales, rows)
     header = row_header(scales.shape[1] * BLOCK)
     row = _first_bad_row(codes, scales, header, rows)
     if row < 0:

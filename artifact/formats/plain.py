@@ -22,7 +22,7 @@ def _refuse_non_finite(values: Values, name: str) -> None:
 
 
 class _FloatCodec(Codec):
-    """Little-endian floats; NaN and infinity are refused in both directions."""
+    """Little-endian floats; ``encode`` and ``validate`` refuse NaN and infinity."""
 
     dtype: ClassVar[str]
 
@@ -67,8 +67,9 @@ class BF16Codec(Codec):
         return bf16_to_f32(units.reshape(-1).view("<u2")).reshape(-1, 1)
 
     def encode_units(self, values: Values) -> U8:
-        _refuse_non_finite(values, self.type.name)
-        bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+        with np.errstate(over="ignore"):
+            bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+        _refuse_non_finite(bits.view(np.float32), self.type.name)
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
         packed: npt.NDArray[np.uint16] = rounded.astype("<u2")
         _refuse_non_finite(bf16_to_f32(packed), self.type.name)
@@ -92,6 +93,8 @@ class TidI32Codec(Codec):
         return units.reshape(-1).view("<u4").astype(np.int64).reshape(-1, 1)
 
     def encode_units(self, values: Values) -> U8:
+        if values.dtype.kind not in "iu":
+            raise PayloadValueError("ids are not integers", found=values.dtype)
         if values.size and (int(values.min()) < 0 or int(values.max()) > 0xFFFF_FFFF):
             raise PayloadValueError(
                 "id out of range", expected="0..2^32-1", found=f"{values.min()}..{values.max()}"

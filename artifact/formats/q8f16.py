@@ -65,14 +65,20 @@ class Q8F16Codec(Codec):
     def encode_units(self, values: Values) -> U8:
         """Non-finite input, and a scale that f16 cannot hold, are refused."""
         values = np.ascontiguousarray(values, dtype=np.float32)
-        if not np.isfinite(values).all():
-            raise PayloadValueError("Q8F16 cannot hold a value that is not finite")
+        finite = np.isfinite(values).reshape(-1)
+        if not finite.all():
+            at = int(np.argmin(finite))
+            raise PayloadValueError(
+                "Q8F16 cannot hold a value that is not finite",
+                found=f"{values.reshape(-1)[at]} at value {at}",
+            )
         units = np.empty((len(values), GROUP_BYTES), dtype=np.uint8)
         scales = np.empty(len(values), dtype=np.float32)
-        with np.errstate(over="ignore"):
+        # A subnormal scale has an infinite inverse: such a group is refused below.
+        with np.errstate(over="ignore", invalid="ignore"):
             _codes(values, scales, units)
             stored = scales.astype("<f2")
-        bad = np.flatnonzero(~np.isfinite(stored) | ((stored == 0) & (scales != 0)))
+        bad = np.flatnonzero(~np.isfinite(stored) | ((stored == 0) & values.any(axis=1)))
         if bad.size:
             raise PayloadValueError(
                 "Q8F16 scale leaves the f16 range", found=f"{scales[bad[0]]} in group {bad[0]}"

@@ -6,11 +6,15 @@ hide in the files that test them.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ds4q.artifact import metadata as metadata_json
 from ds4q.artifact import writer
@@ -148,3 +152,15 @@ def sealed(
     plan = writer.layout(specs, len(metadata_json.canonical(document)), arch_id=ARCH_DEEPSEEK4)
     document["ds4q"]["index_xxh3"] = metadata_json.front_digest(plan.header, plan.index)
     return plan.front(metadata_json.seal(document)) + b"".join(t.payload for t in tensors)
+
+
+def source_tensors(path: Path) -> dict[str, npt.NDArray[np.uint8]]:
+    """Raw bytes of every tensor of a safetensors file, 2-D by the rows of its shape."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", raw)
+    out = {}
+    for name, entry in json.loads(raw[8 : 8 + length]).items():
+        begin, end = entry["data_offsets"]
+        data = np.frombuffer(raw, np.uint8, end - begin, 8 + length + begin)
+        out[name] = data.reshape(entry["shape"][0], -1)
+    return out
