@@ -146,6 +146,7 @@ def test_rows_in_pieces_are_the_rows_of_one_call(kind: TensorType) -> None:
             xs,
             out,
         )
+        assert np.isnan(out[:, hi:]).all(), "rows of another piece were written"
     same_bits(out, product(weight, x))
 
 
