@@ -6,7 +6,7 @@ packed. A fault raises; what is legal but unusual becomes a warning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -109,23 +109,22 @@ def audit(checkpoint: Checkpoint, *, allow_partial: bool = False) -> Audit:
     if checkpoint.config_raw is None and allow_partial:
         config = {"model_type": MODEL_TYPE}
     dims = check_config(config, config_path, allow_partial=allow_partial)
-    weights, scales, extra = _sort_out(checkpoint)
-    draft, stages = find_draft(weights, config)
+    draft, stages = find_draft(checkpoint.tensors, config, checkpoint.folder)
+    infos, scales, extra = _sort_out(checkpoint, draft)
     if draft == "dspark" and not allow_partial:
         require_dspark_keys(config, config_path)
     inventory = Inventory(dims, draft, stages)
     judge = _Judge(checkpoint, inventory)
-    units = []
-    for name, weight in weights.items():
-        info = classify(name, draft)
-        if info is not None:
-            units.append(judge.unit(weight, scales.pop(name, None), info))
+    units = [
+        judge.unit(checkpoint.tensors[name], scales.pop(name, None), info)
+        for name, info in infos.items()
+    ]
     for name, scale in scales.items():
         path = checkpoint.shards[scale.shard].path
         if classify(name) is None:
             raise UnexpectedTensorError(path=path, tensor=scale.raw_name)
         raise ScalePairError("scale without its weight", path=path, tensor=scale.raw_name)
-    missing = [name for name in inventory.required() if name not in weights]
+    missing = [name for name in inventory.required() if name not in infos]
     if missing and not allow_partial:
         listed = missing[1:NAMES_LISTED] + ["..."] * (len(missing) > NAMES_LISTED)
         raise MissingTensorError(
@@ -147,35 +146,43 @@ def audit(checkpoint: Checkpoint, *, allow_partial: bool = False) -> Audit:
 
 
 def _sort_out(
-    checkpoint: Checkpoint,
-) -> tuple[dict[str, SourceTensor], dict[str, SourceTensor], list[SourceTensor]]:
+    checkpoint: Checkpoint, draft: Draft | None
+) -> tuple[dict[str, TensorInfo], dict[str, SourceTensor], list[SourceTensor]]:
     """Weights by name, scales by their weight's name, and unknown integers, which are skipped."""
-    weights: dict[str, SourceTensor] = {}
+    infos: dict[str, TensorInfo] = {}
     scales: dict[str, SourceTensor] = {}
     unknown: list[SourceTensor] = []
     for name, tensor in checkpoint.tensors.items():
-        path = checkpoint.shards[tensor.shard].path
         weight = weight_of_scale(name)
         if weight is not None:
             twin = scales.setdefault(weight, tensor)
             if twin is not tensor:
                 raise ScalePairError(
                     "two scales for one weight",
-                    path=path,
+                    path=checkpoint.shards[tensor.shard].path,
                     tensor=tensor.raw_name,
                     found=twin.raw_name,
                 )
-        elif classify(name) is not None:
-            weights[name] = tensor
+            continue
+        info = classify(name, draft, logical_shape(tensor))
+        if info is not None:
+            infos[name] = info
         else:
-            refuse_foreign(name, path)
+            refuse_foreign(name, checkpoint.shards[tensor.shard].path)
             unknown.append(tensor)
     for tensor in unknown:
         if tensor.dtype != "I64":
             path = checkpoint.shards[tensor.shard].path
             raise UnexpectedTensorError(path=path, tensor=tensor.raw_name, found=tensor.dtype)
     _refuse_mixed_prefix(checkpoint)
-    return weights, scales, unknown
+    return infos, scales, unknown
+
+
+def logical_shape(tensor: SourceTensor) -> tuple[int, ...]:
+    """Shape in elements: an I8 matrix holds two FP4 codes a byte."""
+    if tensor.dtype == "I8" and len(tensor.shape) == 2:
+        return tensor.shape[0], 2 * tensor.shape[1]
+    return tensor.shape
 
 
 def _refuse_mixed_prefix(checkpoint: Checkpoint) -> None:
@@ -208,9 +215,7 @@ class _Judge:
     def unit(self, weight: SourceTensor, scale: SourceTensor | None, info: TensorInfo) -> Unit:
         expected = self.inventory.expected(weight.name, self._path(weight))
         kind = self._kind(weight, expected)
-        shape = weight.shape
-        if weight.dtype == "I8" and len(shape) == 2:
-            shape = (shape[0], 2 * shape[1])  # two codes a byte
+        shape = info.logical_shape
         self._check_shape(weight, shape, expected)
         if kind == "fp4":
             self._check_fp4(weight, shape, scale)
@@ -222,7 +227,7 @@ class _Judge:
                 path=self._path(scale),
                 tensor=scale.raw_name,
             )
-        return Unit(weight, scale, replace(info, logical_shape=shape), kind)
+        return Unit(weight, scale, info, kind)
 
     def _path(self, tensor: SourceTensor) -> object:
         return self.checkpoint.shards[tensor.shard].path

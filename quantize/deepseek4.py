@@ -60,8 +60,7 @@ class Storage(StrEnum):
 class TensorInfo:
     """What a name says. ``layer`` of a draft tensor is its stage.
 
-    ``logical_shape`` (out, in) counts elements, not bytes; it is empty until the audit has seen
-    the tensor.
+    ``logical_shape`` (out, in) counts elements, not bytes.
     """
 
     name: str
@@ -222,22 +221,24 @@ def _place(name: str) -> _Place | None:
     return None if row is None else _Place(row, block, int(number), None, rest)
 
 
-def classify(name: str, draft: Draft | None = None) -> TensorInfo | None:
+def classify(
+    name: str, draft: Draft | None = None, logical_shape: tuple[int, ...] = ()
+) -> TensorInfo | None:
     """What a weight's name (without ``model.``) says; None for a name that is not known.
 
     A scale is no tensor of its own here: see :func:`weight_of_scale`. Names alone do not tell
     which draft ``mtp.*`` belongs to, so the ``part`` of those is ``draft``, or "mtp".
     """
     place = _place(name)
-    return None if place is None else _info(name, place, draft)
-
-
-def _info(name: str, place: _Place, draft: Draft | None) -> TensorInfo:
+    if place is None:
+        return None
     projection = None
     if place.row.role in (Role.EXPERT, Role.SHARED_EXPERT):
         projection = place.rest.removesuffix(".weight")[-2:]
     part: Part = "trunk" if place.block != "mtp" else draft or "mtp"
-    return TensorInfo(name, place.row.role, place.number, place.expert, projection, part)
+    return TensorInfo(
+        name, place.row.role, place.number, place.expert, projection, part, logical_shape
+    )
 
 
 def weight_of_scale(name: str) -> str | None:
@@ -255,7 +256,9 @@ def refuse_foreign(name: str, path: object) -> None:
             raise UnsupportedModelError(what, path=path, tensor=name, remedy=remedy)
 
 
-def find_draft(names: Iterable[str], config: dict[str, Any]) -> tuple[Draft | None, int]:
+def find_draft(
+    names: Iterable[str], config: dict[str, Any], path: object = None
+) -> tuple[Draft | None, int]:
     """Kind and number of draft stages, counted in the names: the config says 1 for three stages.
 
     Raises
@@ -274,7 +277,10 @@ def find_draft(names: Iterable[str], config: dict[str, Any]) -> tuple[Draft | No
                 kinds["mtp"] = name
     if len(kinds) == 2:
         raise UnexpectedTensorError(
-            "draft mixes plain MTP and DSpark", tensor=kinds["mtp"], found=kinds["dspark"]
+            "draft mixes plain MTP and DSpark",
+            path=path,
+            tensor=kinds["mtp"],
+            found=kinds["dspark"],
         )
     if not stages:
         return None, 0

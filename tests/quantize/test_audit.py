@@ -295,6 +295,14 @@ def test_part_of_a_layer_is_accepted_as_a_part(cases_dir: Path) -> None:
         judge(cases_dir / "good")
 
 
+def test_absent_config_key_makes_a_part(model: Callable[..., Path]) -> None:
+    folder = model()
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("rms_norm_eps", "other"))
+    found = judge(folder, allow_partial=True)
+    assert (found.partial, found.missing, found.missing_keys) == (True, [], ["rms_norm_eps"])
+
+
 def test_whole_model_is_not_partial_even_if_allowed() -> None:
     assert not judge(TINY, allow_partial=True).partial
 

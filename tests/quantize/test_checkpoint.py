@@ -406,7 +406,7 @@ def test_closed_checkpoint_does_not_read(good: Path) -> None:
     with open_partial(good) as checkpoint:
         pass
     checkpoint.close()
-    with pytest.raises(SourceReadError, match="closed"):
+    with pytest.raises(SourceReadError, match="checkpoint is closed"):
         checkpoint.read(checkpoint.tensors[W1])
 
 
