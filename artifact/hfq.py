@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import stat
 import struct
 from dataclasses import dataclass, replace
@@ -55,6 +56,8 @@ ENTRY_OFFSET = struct.Struct("<Q")  # version 2: payload offset / 32
 ENTRY_FIXED_BYTES = {1: 16, 2: 24}
 MAX_FRONT_BYTES = 512 << 20
 
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
 U8 = npt.NDArray[np.uint8]
 
 
@@ -71,8 +74,8 @@ class TensorEntry:
 
 
 def printable(name: str) -> bool:
-    """Whether a tensor name is free of control characters (and of NUL)."""
-    return not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in name)
+    """Whether a tensor name is free of control characters, NUL and lone surrogates."""
+    return _UNPRINTABLE.search(name) is None
 
 
 def flat(data: bytes | memoryview | U8) -> memoryview:

@@ -9,21 +9,27 @@ payload), and for the whole file its length and SHA-256.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zstandard
 
-from ds4q.artifact.errors import ArtifactError, MetadataError, ReceiptError
+from ds4q.artifact.errors import MetadataError, ReceiptError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import canonical, front_digest, parse_metadata
 from ds4q.artifact.types import BY_NAME
 
 FORMAT = "ds4q.receipt.v1"
 SUFFIX = ".receipt"
-MAX_RECEIPT_BYTES = 1 << 30
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+MAX_RECEIPT_BYTES = 256 << 20  # compressed and not
 _LEVEL = 9
+_STEP_BYTES = 1024
+
+R = TypeVar("R", bound="SourceRecord | TensorRecord | Receipt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,57 +79,122 @@ class Receipt:
         return packer.compress(text)
 
 
-def _fail(path: object, what: str, error: Exception | None = None) -> ReceiptError:
-    return ReceiptError(what, path=path, found=None if error is None else error)
+def _fail(path: object, what: str, found: object = None) -> ReceiptError:
+    return ReceiptError(what, path=path, found=found)
 
 
 def read_receipt(path: str | os.PathLike[str]) -> Receipt:
     """Parse a receipt strictly; anything else raises ``ReceiptError`` naming the file."""
-    raw = Path(path).read_bytes()
-    try:
-        size = zstandard.frame_content_size(raw)
-        if not 0 <= size <= MAX_RECEIPT_BYTES:
-            raise _fail(path, f"receipt does not state a length of at most {MAX_RECEIPT_BYTES}")
-        unpacker = zstandard.ZstdDecompressor().decompressobj()
-        text = unpacker.decompress(raw)
-        # Decompression stops silently after one frame, or before the end of a cut one.
-        if not unpacker.eof or unpacker.unused_data or len(text) != size:
-            raise _fail(path, "receipt is cut short or has bytes behind its end")
-    except zstandard.ZstdError as error:
-        raise _fail(path, "receipt is not an intact zstd frame", error) from None
-    try:
-        document = parse_metadata(text, path)
-    except MetadataError as error:
-        raise ReceiptError(f"receipt: {error.what}", path=path, found=error.found) from None
+    document = _parse(_decompress(_read_file(path), path), path)
     if document.pop("format", None) != FORMAT:
         raise _fail(path, f"not a receipt of format {FORMAT}")
     return _build(document, path)
 
 
-def _build(document: dict[str, Any], path: object) -> Receipt:
+def _read_file(path: str | os.PathLike[str]) -> bytes:
+    """The whole file, if it is small enough to be a receipt: it may be the artifact by mistake."""
+    with open(path, "rb") as file:
+        head = file.read(len(ZSTD_MAGIC))
+        if head != ZSTD_MAGIC:
+            raise _fail(path, "receipt is not a zstd frame", head)
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > MAX_RECEIPT_BYTES:
+            raise _fail(path, f"receipt is longer than {MAX_RECEIPT_BYTES} bytes", nbytes)
+        return head + file.read()
+
+
+def _decompress(raw: bytes, path: object) -> bytes:
+    """The text of exactly one frame that says its own length; never more than it says."""
     try:
-        tensors = []
-        for item in document.pop("tensors"):
-            sources = tuple(
-                SourceRecord(**{**s, "shape": tuple(s["shape"])}) for s in item.pop("sources")
+        size = zstandard.frame_content_size(raw)
+        if not 0 <= size <= MAX_RECEIPT_BYTES:
+            raise _fail(path, f"receipt does not state a length of at most {MAX_RECEIPT_BYTES}")
+        unpacker = zstandard.ZstdDecompressor().decompressobj()
+        text, at = bytearray(), 0
+        # Small steps: a few bytes of a forged frame may stand for gigabytes.
+        while at < len(raw) and not unpacker.eof and len(text) <= size:
+            text += unpacker.decompress(raw[at : at + _STEP_BYTES])
+            at += _STEP_BYTES
+    except zstandard.ZstdError as error:
+        raise _fail(path, "receipt is not an intact zstd frame", error) from None
+    # Decompression stops silently after one frame, or before the end of a cut one.
+    if not unpacker.eof or len(text) != size:
+        raise _fail(path, "receipt is cut short or longer than it says", f"{len(text)} of {size}")
+    if unpacker.unused_data or at < len(raw):
+        raise _fail(path, "bytes follow the end of the receipt")
+    return bytes(text)
+
+
+def _parse(text: bytes, path: object) -> dict[str, Any]:
+    try:
+        return parse_metadata(text, path)
+    except MetadataError as error:
+        raise _fail(path, f"receipt: {error.what}", error.found) from None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_list(value: object, item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(item, value))
+
+
+# The kinds of JSON value that a field's annotation stands for.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda v: isinstance(v, str),
+    "bool": lambda v: isinstance(v, bool),
+    "int": _is_count,
+    "dict[str, float]": lambda v: (
+        isinstance(v, dict) and all(type(x) in (int, float) for x in v.values())
+    ),
+    "tuple[int, ...]": lambda v: _is_list(v, _is_count),
+    "tuple[tuple[str, str], ...]": lambda v: _is_list(
+        v, lambda pair: _is_list(pair, lambda x: isinstance(x, str)) and len(pair) == 2
+    ),
+    "tuple[SourceRecord, ...]": lambda v: isinstance(v, list),
+    "tuple[TensorRecord, ...]": lambda v: isinstance(v, list),
+}
+_HEX_DIGITS = {"sha256": 64, "index_xxh3": 32, "xxh3": 32}
+
+
+def _record(kind: type[R], item: Any, path: object) -> R:
+    """``kind`` from a JSON object that has exactly its fields, each of the right kind."""
+    wanted = {field.name: str(field.type) for field in fields(kind)}
+    if not isinstance(item, dict) or item.keys() != wanted.keys():
+        keys = sorted(item) if isinstance(item, dict) else item
+        raise _fail(path, f"receipt lacks a field of {kind.__name__} or has one too many", keys)
+    values: dict[str, Any] = {}
+    for name, annotation in wanted.items():
+        value = item[name]
+        digits = _HEX_DIGITS.get(name)
+        if not _KINDS[annotation](value) or (digits and not _is_hex(value, digits)):
+            raise _fail(path, f"receipt has a {name} of the wrong kind", repr(value)[:80])
+        if annotation == "tuple[SourceRecord, ...]":
+            value = [_record(SourceRecord, source, path) for source in value]
+        elif annotation == "tuple[TensorRecord, ...]":
+            value = [_record(TensorRecord, tensor, path) for tensor in value]
+        elif annotation == "tuple[tuple[str, str], ...]":
+            value = [tuple(pair) for pair in value]
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
+def _is_hex(text: str, digits: int) -> bool:
+    return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
+
+
+def _build(document: dict[str, Any], path: object) -> Receipt:
+    receipt = _record(Receipt, document, path)
+    seen: set[str] = set()
+    for record in receipt.tensors:
+        if record.type not in BY_NAME:
+            raise ReceiptError(
+                "receipt names an unknown type", path=path, tensor=record.name, found=record.type
             )
-            item["shape"] = tuple(item["shape"])
-            tensors.append(TensorRecord(**item, sources=sources))
-        skipped = tuple((str(name), str(why)) for name, why in document.pop("skipped"))
-        receipt = Receipt(**document, tensors=tuple(tensors), skipped=skipped)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _fail(path, "receipt lacks a field or has one too many", error) from None
-    strings = (receipt.sha256, receipt.index_xxh3, receipt.recipe, *(t.xxh3 for t in tensors))
-    if not isinstance(receipt.file_bytes, int) or not all(isinstance(s, str) for s in strings):
-        raise _fail(path, "receipt has a field of the wrong kind")
-    unknown = [t for t in tensors if t.type not in BY_NAME]
-    if unknown:
-        raise ReceiptError(
-            "receipt names an unknown type",
-            path=path,
-            tensor=unknown[0].name,
-            found=unknown[0].type,
-        )
+        if record.name in seen:
+            raise ReceiptError("receipt names a tensor twice", path=path, tensor=record.name)
+        seen.add(record.name)
     return receipt
 
 
@@ -135,25 +206,25 @@ def receipt_path(artifact: Path) -> Path:
 def find_receipt(reader: Reader, explicit: Path | None = None) -> tuple[Path, Receipt] | None:
     """The receipt of an open artifact, or None.
 
-    ``explicit`` is used as given. Otherwise: by name; else, for a renamed artifact, the one receipt
-    of the folder with the file's length, preferring one with the same header and index.
+    ``explicit`` is used as given. Otherwise: by name; else, for a renamed artifact, a receipt of
+    the folder with the same length, header, index and source. None of these depends on the payload,
+    so a damaged artifact still finds its receipt. Raises ``ReceiptError`` where the file that was
+    named is not a receipt.
     """
     if explicit is not None:
         return explicit, read_receipt(explicit)
     by_name = receipt_path(reader.path)
     if by_name.exists():
         return by_name, read_receipt(by_name)
-    fitting = []
+    ours = reader.metadata.get("ds4q")
+    source_digest = ours.get("source_digest") if isinstance(ours, dict) else None
+    front = front_digest(reader.header_raw, reader.index_raw)
     for path in sorted(reader.path.parent.glob("*" + SUFFIX)):
         try:
             receipt = read_receipt(path)
-        except (ArtifactError, OSError):
+        except (ReceiptError, OSError):
             continue  # some other tool's file: not ours to judge while looking for a name
-        if receipt.file_bytes == reader.file_bytes:
-            fitting.append((path, receipt))
-    front = front_digest(reader.header_raw, reader.index_raw)
-    same_front = [pair for pair in fitting if pair[1].index_xxh3 == front]
-    for group in (same_front, fitting):
-        if len(group) == 1:
-            return group[0]
+        found = (receipt.file_bytes, receipt.index_xxh3, receipt.source_digest)
+        if found == (reader.file_bytes, front, source_digest):
+            return path, receipt
     return None
