@@ -6,8 +6,8 @@ numba vectorises no sum over floats, since that would reorder it, so the dot pro
 written out with llvmlite: 16 lanes, 32 columns a step, weights decoded in registers. The order of
 operations for one (row, token) is the same for any number of tokens, rows and threads:
 
-    lane sums:  acc = acc + scale * (w0 * x0 + w1 * x1)   over blocks of 32 columns, in order
-    row:        lanes folded 16 -> 8 -> 4 -> 2 -> 1, then the columns past the last whole block
+    lanes:  acc = acc + scale * (w0 * x0 + w1 * x1)   over steps of 32 columns, in order
+    row:    the 16 lanes folded 16 -> 8 -> 4 -> 2 -> 1, times the row scale where there is one
 
 Kernels take addresses, so experts stay where they are; the caller guarantees every bound. The code
 generator and the loops share this file because numba's cache watches only the file of the loops.
@@ -35,9 +35,9 @@ _intrinsic: Any = intrinsic  # to mypy, callers would owe the typing context too
 
 LANES = 16
 STEP = 32  # columns
-TOKENS = 4  # that share one decode of a row
+ROWS, TOKENS = 2, 4  # one tile: rows that share activations, tokens that share a decoded row
 ROW_TILE = 32  # rows that stay in the second-level cache while the tokens pass by
-ZERO = np.int64(0)  # numba would compile a kernel once more for a literal argument
+ZERO: Any = np.int64(0)  # numba would compile a kernel once more for a literal argument
 PREFETCH_BYTES = 4352  # beyond the page that is being read, where hardware prefetchers stop
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -126,15 +126,18 @@ def _bytes_to_float(builder: Any, lanes: Any) -> Any:
     return builder.sitofp(builder.sext(lanes, _WORDS), _VECTOR)
 
 
-def _doubled_e2m1(builder: Any, nibbles: Any) -> Any:
-    """Twice the E2M1 values of 16 codes as int8, for CPUs without a table instruction."""
+def _doubled_e2m1(builder: Any, cpu: Cpu, nibbles: Any) -> Any:
+    """Twice the E2M1 values of 16 codes, as int8."""
+    if cpu.shuffle:
+        table = ir.Constant(_BYTES, [int(2 * value) & 255 for value in E2M1])
+        return _call(builder, "llvm.x86.ssse3.pshuf.b.128", _BYTES, table, nibbles)
     magnitude = builder.and_(nibbles, _all(_BYTES, 7))
-
-    def above(floor: int) -> Any:
-        return _call(builder, "llvm.usub.sat.v16i8", _BYTES, magnitude, _all(_BYTES, floor))
-
+    above4, above6 = (
+        _call(builder, "llvm.usub.sat.v16i8", _BYTES, magnitude, _all(_BYTES, floor))
+        for floor in (4, 6)
+    )
     # 0 1 2 3 4 6 8 12 = m + (m beyond 4) + 2 (m beyond 6)
-    value = builder.add(builder.add(magnitude, above(4)), builder.shl(above(6), _all(_BYTES, 1)))
+    value = builder.add(builder.add(magnitude, above4), builder.shl(above6, _all(_BYTES, 1)))
     negative = builder.icmp_unsigned(">", nibbles, _all(_BYTES, 7))
     return builder.select(negative, builder.neg(value), value)
 
@@ -144,23 +147,13 @@ def _e2m1_pairs(builder: Any, cpu: Cpu, codes: Any) -> tuple[Any, Any]:
     if cpu.permute:
         table = ir.Constant(_VECTOR, [_FLOAT(float(value)) for value in E2M1])
         low = builder.zext(codes, _WORDS)  # only the 4 low bits of a lane select
-        high = builder.lshr(low, _all(_WORDS, 4))
+        halves = low, builder.lshr(low, _all(_WORDS, 4))
         permute = "llvm.x86.avx512.permvar.sf.512"
-        return (
-            _call(builder, permute, _VECTOR, table, low),
-            _call(builder, permute, _VECTOR, table, high),
-        )
+        low, high = (_call(builder, permute, _VECTOR, table, half) for half in halves)
+        return low, high
     nibbles = builder.and_(codes, _all(_BYTES, 15)), builder.lshr(codes, _all(_BYTES, 4))
-    if cpu.shuffle:
-        table = ir.Constant(_BYTES, [int(2 * value) & 255 for value in E2M1])
-        doubled = [
-            _call(builder, "llvm.x86.ssse3.pshuf.b.128", _BYTES, table, part) for part in nibbles
-        ]
-    else:
-        doubled = [_doubled_e2m1(builder, part) for part in nibbles]
-    low, high = (
-        builder.fmul(_bytes_to_float(builder, part), _all(_VECTOR, 0.5)) for part in doubled
-    )
+    doubled = (_bytes_to_float(builder, _doubled_e2m1(builder, cpu, part)) for part in nibbles)
+    low, high = (builder.fmul(part, _all(_VECTOR, 0.5)) for part in doubled)
     return low, high
 
 
@@ -205,26 +198,12 @@ def _f32_block(builder: Any, cpu: Cpu, at: Any) -> Block:
     return _load(builder, at, _VECTOR), _load(builder, _offset(builder, at, 64), _VECTOR), None
 
 
-def _bf16_value(builder: Any, cpu: Cpu, at: Any) -> Any:
-    wide = builder.zext(_load(builder, at, _I16), _I32)
-    return builder.bitcast(builder.shl(wide, _I32(16)), _FLOAT)
-
-
-def _f16_value(builder: Any, cpu: Cpu, at: Any) -> Any:
-    return _half_to_float(builder, cpu, _load(builder, at, _I16))
-
-
-def _f32_value(builder: Any, cpu: Cpu, at: Any) -> Any:
-    return _load(builder, at, _FLOAT)
-
-
 class Format(NamedTuple):
     """How the kernels read one tensor type."""
 
     kind: TensorType
     paired: bool
     block: Callable[[Any, Cpu, Any], Block]
-    value: Callable[[Any, Cpu, Any], Any] | None  # one weight of a type without blocks
 
     @property
     def step_bytes(self) -> int:
@@ -232,16 +211,12 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    entry.kind.id: entry
-    for entry in (
-        Format(HFP4G32, True, _hfp4g32_block, None),
-        Format(Q8F16, False, _q8f16_block, None),
-        Format(BF16, True, _bf16_block, _bf16_value),
-        Format(F16, False, _f16_block, _f16_value),
-        Format(F32, False, _f32_block, _f32_value),
-    )
+    HFP4G32.id: Format(HFP4G32, True, _hfp4g32_block),
+    Q8F16.id: Format(Q8F16, False, _q8f16_block),
+    BF16.id: Format(BF16, True, _bf16_block),
+    F16.id: Format(F16, False, _f16_block),
+    F32.id: Format(F32, False, _f32_block),
 }
-
 _PAIRED = tuple(form.kind.id for form in FORMATS.values() if form.paired)
 
 
@@ -255,62 +230,78 @@ def _fold(builder: Any, vector: Any) -> Any:
     return builder.extract_element(vector, _I32(0))
 
 
-def _emit_row(
-    builder: Any, cpu: Cpu, form: Format, row: Any, xs: list[Any], columns: Any
+def _emit_tile(
+    builder: Any, cpu: Cpu, form: Format, rows: list[Any], row_bytes: Any, xs: list[Any]
 ) -> list[Any]:
-    """Dot products of one packed row with the activations at the addresses ``xs``."""
-    sums = [cgutils.alloca_once_value(builder, _all(_VECTOR, 0.0)) for _ in xs]
-    first = _offset(builder, row, form.kind.row_header_bytes)
-    blocks = builder.lshr(columns, _I64(5))
-    with cgutils.for_range(builder, blocks) as loop:
-        at = builder.add(first, builder.mul(loop.index, _I64(form.step_bytes)))
-        _prefetch(builder, _offset(builder, at, PREFETCH_BYTES))
-        w0, w1, scale = form.block(builder, cpu, at)
-        factor = None if scale is None else _broadcast(builder, scale)
-        x_at = builder.mul(loop.index, _I64(STEP * 4))
-        for x, total in zip(xs, sums, strict=True):
-            here = builder.add(x, x_at)
-            x0 = _load(builder, here, _VECTOR, 4)
-            x1 = _load(builder, _offset(builder, here, 64), _VECTOR, 4)
-            term = _multiply_add(builder, w1, x1, builder.fmul(w0, x0))
-            acc = builder.load(total)
-            if factor is None:
-                acc = builder.fadd(acc, term)
-            else:
-                acc = _multiply_add(builder, factor, term, acc)
-            builder.store(acc, total)
-    folded = [_fold(builder, builder.load(total)) for total in sums]
+    """Dot products of packed rows with the activations at the addresses ``xs``, row by row."""
+    zero = _all(_VECTOR, 0.0)
+    sums = [[cgutils.alloca_once_value(builder, zero) for _ in xs] for _ in rows]
+
+    def step(sources: list[Any], number: Any) -> None:
+        blocks = []
+        for at in sources:
+            w0, w1, scale = form.block(builder, cpu, at)
+            blocks.append((w0, w1, None if scale is None else _broadcast(builder, scale)))
+        for t, x in enumerate(xs):
+            at = builder.add(x, builder.mul(number, _I64(STEP * 4)))
+            x0 = _load(builder, at, _VECTOR, 4)
+            x1 = _load(builder, _offset(builder, at, 64), _VECTOR, 4)
+            for (w0, w1, factor), totals in zip(blocks, sums, strict=True):
+                term = _multiply_add(builder, w1, x1, builder.fmul(w0, x0))
+                acc = builder.load(totals[t])
+                if factor is not None:
+                    builder.store(_multiply_add(builder, factor, term, acc), totals[t])
+                else:
+                    builder.store(builder.fadd(acc, term), totals[t])
+
+    firsts = [_offset(builder, row, form.kind.row_header_bytes) for row in rows]
+    nbytes = _offset(builder, row_bytes, -form.kind.row_header_bytes)
+    steps = builder.udiv(nbytes, _I64(form.step_bytes))
+    with cgutils.for_range(builder, steps) as loop:
+        done = builder.mul(loop.index, _I64(form.step_bytes))
+        sources = [builder.add(first, done) for first in firsts]
+        for at in sources:
+            _prefetch(builder, _offset(builder, at, PREFETCH_BYTES))
+        step(sources, loop.index)
+    if form.kind.block < STEP:
+        done = builder.mul(steps, _I64(form.step_bytes))
+        rest = builder.sub(nbytes, done)
+        with builder.if_then(builder.icmp_unsigned("!=", rest, _I64(0)), likely=False):
+            sources = [builder.add(first, done) for first in firsts]
+            step([_padded(builder, at, rest, form.step_bytes) for at in sources], steps)
+
+    results = [[_fold(builder, builder.load(total)) for total in totals] for totals in sums]
     if form.kind.row_header_bytes:
-        row_scale = _half_to_float(builder, cpu, _load(builder, row, _I16))
-        return [builder.fmul(value, row_scale) for value in folded]
-    if form.value is None:
-        return folded
-    # The columns past the last whole step, one by one.
-    totals = [cgutils.alloca_once_value(builder, value) for value in folded]
-    start = builder.and_(columns, _I64(-STEP))
-    with cgutils.for_range_slice(builder, start, columns, _I64(1)) as (column, _):
-        at = builder.add(first, builder.mul(column, _I64(form.kind.block_bytes)))
-        weight = form.value(builder, cpu, at)
-        x_at = builder.mul(column, _I64(4))
-        for x, total in zip(xs, totals, strict=True):
-            product = builder.fmul(weight, _load(builder, builder.add(x, x_at), _FLOAT, 4))
-            builder.store(builder.fadd(builder.load(total), product), total)
-    return [builder.load(total) for total in totals]
+        scales = [_half_to_float(builder, cpu, _load(builder, row, _I16)) for row in rows]
+        return [builder.fmul(y, s) for ys, s in zip(results, scales, strict=True) for y in ys]
+    return [y for ys in results for y in ys]
 
 
-def _emit_dots(context: Any, builder: Any, args: Any) -> list[Any]:
-    """One branch per row picks the format, so all types share one compiled loop."""
-    type_id, row, *xs, columns = args
+def _padded(builder: Any, at: Any, nbytes: Any, size: int) -> Any:
+    """Address of ``size`` bytes on the stack: ``nbytes`` from ``at``, then zeros."""
+    buffer = cgutils.alloca_once(builder, ir.ArrayType(_I8, size))
+    start = builder.bitcast(buffer, _I8.as_pointer())
+    cgutils.memset(builder, start, _I64(size), 0)
+    cgutils.raw_memcpy(builder, start, builder.inttoptr(at, _I8.as_pointer()), nbytes, 1)
+    return builder.ptrtoint(start, _I64)
+
+
+def _emit_dots(
+    context: Any, builder: Any, type_id: Any, rows: list[Any], row_bytes: Any, xs: list[Any]
+) -> list[Any]:
+    """One branch per tile picks the format, so all types share one compiled loop."""
     cpu = cpu_of(context)
+    # Two rows at once need 32 vector registers.
+    tiles = [rows] if cpu.permute else [[row] for row in rows]
     # A type that no case names gives NaN, which no caller can miss.
-    results = [cgutils.alloca_once_value(builder, _FLOAT(math.nan)) for _ in xs]
+    results = [cgutils.alloca_once_value(builder, _FLOAT(math.nan)) for _ in rows for _ in xs]
     done = builder.append_basic_block("dot.done")
     switch = builder.switch(type_id, done)
     for form in FORMATS.values():
         case = builder.append_basic_block(f"dot.{form.kind.name}")
         switch.add_case(_I64(form.kind.id), case)
         builder.position_at_end(case)
-        sums = _emit_row(builder, cpu, form, row, xs, columns)
+        sums = [y for tile in tiles for y in _emit_tile(builder, cpu, form, tile, row_bytes, xs)]
         for value, result in zip(sums, results, strict=True):
             builder.store(value, result)
         builder.branch(done)
@@ -319,26 +310,29 @@ def _emit_dots(context: Any, builder: Any, args: Any) -> list[Any]:
 
 
 @_intrinsic
-def dot(typingctx: Any, type_id: Any, row: Any, x: Any, columns: Any) -> Any:
-    """Dot product of the packed row at address ``row`` with ``columns`` floats at address ``x``."""
+def dot(typingctx: Any, type_id: Any, row: Any, row_bytes: Any, x: Any) -> Any:
+    """Dot product of the packed row at address ``row`` with the spread floats at address ``x``."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _emit_dots(context, builder, args)[0]
+        type_id, row, row_bytes, x = args
+        return _emit_dots(context, builder, type_id, [row], row_bytes, [x])[0]
 
     return types.float32(*[types.int64] * 4), generate
 
 
 @_intrinsic
-def dot4(
-    typingctx: Any, type_id: Any, row: Any, x0: Any, x1: Any, x2: Any, x3: Any, columns: Any
+def dot2x4(
+    typingctx: Any, type_id: Any, row: Any, row_bytes: Any, x0: Any, x1: Any, x2: Any, x3: Any
 ) -> Any:
-    """Four of ``dot`` that decode the row once; bit for bit the same results."""
+    """Eight of ``dot``, bit for bit: ``row`` with each x, then the row after it with each x."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values = _emit_dots(context, builder, args)
+        type_id, row, row_bytes, *xs = args
+        rows = [row, builder.add(row, row_bytes)]
+        values = _emit_dots(context, builder, type_id, rows, row_bytes, xs)
         return context.make_tuple(builder, signature.return_type, values)
 
-    return types.UniTuple(types.float32, TOKENS)(*[types.int64] * 7), generate
+    return types.UniTuple(types.float32, ROWS * TOKENS)(*[types.int64] * 7), generate
 
 
 # Below: K columns of a weight, T tokens, S slots. A slot is one (token, expert) product with an
@@ -350,22 +344,27 @@ def dot4(
 
 @jit
 def spread(x: Array, type_id: int) -> Array:
-    """A copy of activations (T, K) f32 in the order that a type's vectors of weights need.
+    """Activations (T, K) f32 in the order that a type's vectors of weights need.
 
-    The first row begins on a cache line: 64-byte loads that straddle two lines cost twice.
+    Rows are padded with zeros to whole steps, and the first begins on a cache line: 64-byte loads
+    that straddle two lines cost twice.
     """
     tokens, columns = x.shape
-    raw = np.empty(x.size + LANES, dtype=np.float32)
+    steps = (columns + STEP - 1) // STEP
+    size = tokens * steps * STEP
+    raw = np.zeros(size + LANES, dtype=np.float32)
     first = (64 - np.int64(raw.ctypes.data) % 64) // 4
-    out = raw[first : first + x.size].reshape(tokens, columns)
-    whole = columns // STEP if type_id in _PAIRED else 0
+    out = raw[first : first + size].reshape(tokens, steps * STEP)
+    paired = type_id in _PAIRED
     for t in range(tokens):
+        whole = columns // STEP if paired else 0
         for b in range(whole):
             for i in range(LANES):
                 out[t, STEP * b + i] = x[t, STEP * b + 2 * i]
                 out[t, STEP * b + LANES + i] = x[t, STEP * b + 2 * i + 1]
-        for c in range(STEP * whole, columns):
-            out[t, c] = x[t, c]
+        for i in range(columns - STEP * whole):
+            to = i % 2 * LANES + i // 2 if paired else i
+            out[t, STEP * whole + to] = x[t, STEP * whole + i]
     return out
 
 
@@ -384,30 +383,29 @@ def multiply_rows(
     out: Array,
 ) -> None:
     """Products of the rows numbered ``lo`` to ``hi`` with every activation of their matrix."""
-    columns = xs.shape[1]
     x = np.int64(xs.ctypes.data)
-    x_bytes = 4 * columns
+    x_bytes = 4 * xs.shape[1]
     at = lo
     while at < hi:
         e = at // rows
         first = at - e * rows
         last = min(rows, first + hi - at, first + ROW_TILE)
-        i, end = starts[e], starts[e + 1]
-        while i + TOKENS <= end:
+        pairs = first + (last - first) // ROWS * ROWS
+        start, end = starts[e], starts[e + 1]
+        fours = start + (end - start) // TOKENS * TOKENS
+        for i in range(start, fours, TOKENS):
             x0, x1 = x + reads[i] * x_bytes, x + reads[i + 1] * x_bytes
             x2, x3 = x + reads[i + 2] * x_bytes, x + reads[i + 3] * x_bytes
-            for r in range(first, last):
+            y0, y1, y2, y3 = writes[i], writes[i + 1], writes[i + 2], writes[i + 3]
+            for r in range(first, pairs, ROWS):
                 row = addresses[e] + r * row_bytes
-                y = dot4(type_id, row, x0, x1, x2, x3, columns)
-                out[writes[i], r], out[writes[i + 1], r] = y[0], y[1]
-                out[writes[i + 2], r], out[writes[i + 3], r] = y[2], y[3]
-            i += TOKENS
-        while i < end:
-            x0 = x + reads[i] * x_bytes
-            for r in range(first, last):
+                y = dot2x4(type_id, row, row_bytes, x0, x1, x2, x3)
+                out[y0, r], out[y1, r], out[y2, r], out[y3, r] = y[:4]
+                out[y0, r + 1], out[y1, r + 1], out[y2, r + 1], out[y3, r + 1] = y[4:]
+        for i in range(start, end):  # what the tiles leave: last tokens, a last odd row
+            for r in range(pairs if i < fours else first, last):
                 row = addresses[e] + r * row_bytes
-                out[writes[i], r] = dot(type_id, row, x0, columns)
-            i += 1
+                out[writes[i], r] = dot(type_id, row, row_bytes, x + reads[i] * x_bytes)
         at += last - first
 
 

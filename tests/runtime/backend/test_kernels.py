@@ -150,15 +150,15 @@ def test_rows_in_pieces_are_the_rows_of_one_call(kind: TensorType) -> None:
     same_bits(out, product(weight, x))
 
 
-@pytest.mark.parametrize("columns", [32, 100, 4096])
+@pytest.mark.parametrize("columns", [1, 32, 100, 4096])
 def test_spread_activations_begin_on_a_cache_line(columns: int) -> None:
     x = packs.activations(3, columns)
-    paired = kernels.spread(x, HFP4G32.id)
-    assert paired.ctypes.data % 64 == 0
-    whole = columns // 32 * 32
-    blocks = x[:, :whole].reshape(3, -1, 16, 2).transpose(0, 1, 3, 2).reshape(3, whole)
-    np.testing.assert_array_equal(paired, np.concatenate([blocks, x[:, whole:]], axis=1))
-    np.testing.assert_array_equal(kernels.spread(x, F32.id), x)
+    padded = np.pad(x, ((0, 0), (0, -columns % 32)))
+    paired = padded.reshape(3, -1, 16, 2).transpose(0, 1, 3, 2).reshape(padded.shape)
+    for kind, expected in ((HFP4G32, paired), (BF16, paired), (F32, padded)):
+        found = kernels.spread(x, kind.id)
+        assert found.ctypes.data % 64 == 0
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_activation_clamps_before_silu_and_keeps_nan() -> None:
@@ -230,6 +230,8 @@ def test_each_cpu_variant_computes_within_its_own_bytes(variant: str, tmp_path: 
         packs.check_close(found, values, x)
         if variant == "host":
             same_bits(found, product(weight, x))
+    _, values = packs.draw(F16, 5, 39, seed=6)
+    packs.check_close(np.load(tmp_path / "tail.npy"), values, packs.activations(5, 39))
     codes = np.load(tmp_path / "codes.npy")
     assert codes[0, 1] == 2.0**-128
     same_bits(codes, np.load(tmp_path / "codes_expected.npy"))
