@@ -128,12 +128,12 @@ def walk(
             return None
         return sha256_stream(reader.pread_into, reader.file_bytes, before=gate.hashed)
 
+    work: list[Future[Any]] = []
     with ThreadPoolExecutor(threads + 1) as pool:
-        hashing = pool.submit(digest)
-        work = [pool.submit(look, number) for number in range(len(entries))]
-        try:
-            every: list[Future[Any]] = [hashing, *work]
-            wait(every, return_when=FIRST_EXCEPTION)
+        try:  # a stop may come while work is still being handed out
+            hashing = pool.submit(digest)
+            work.extend(pool.submit(look, number) for number in range(len(entries)))
+            wait([hashing, *work], return_when=FIRST_EXCEPTION)
         finally:
             gate.close()
             for future in work:

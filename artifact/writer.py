@@ -17,7 +17,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.errors import Ds4qError, DuplicateTensorError, IndexFieldError
+from ds4q.artifact.errors import (
+    ArtifactError,
+    Ds4qError,
+    DuplicateTensorError,
+    HeaderError,
+    IndexFieldError,
+    MetadataError,
+)
 from ds4q.artifact.hfq import (
     ALIGNMENT,
     ENTRY_HEAD,
@@ -25,11 +32,14 @@ from ds4q.artifact.hfq import (
     HEADER,
     HEADER_BYTES,
     MAGIC,
+    MAX_FRONT_BYTES,
     NAME_LENGTH,
     VERSION_WRITTEN,
     TensorEntry,
+    flat,
     printable,
 )
+from ds4q.artifact.metadata import MAX_METADATA_BYTES
 from ds4q.artifact.types import check_entry, type_of
 
 U8 = npt.NDArray[np.uint8]
@@ -59,7 +69,11 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return type_of(self.type_id, tensor=self.name).payload_bytes(self.shape)
+        """Payload bytes; a shape that the type cannot hold raises, naming the tensor."""
+        try:
+            return type_of(self.type_id).payload_bytes(self.shape)
+        except ArtifactError as error:
+            raise error.located(tensor=self.name) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +99,10 @@ class Layout:
 
 
 def _encode_entry(spec: TensorSpec) -> bytes:
-    raw = spec.name.encode("utf-8")
+    raw = spec.name.encode("utf-8", "surrogatepass")
     if not raw or len(raw) > 0xFFFF or not printable(spec.name):
         raise IndexFieldError(
-            "name must have 1 to 65535 bytes and no control characters", tensor=spec.name
+            "name must have 1 to 65535 bytes of UTF-8 and no control characters", tensor=spec.name
         )
     if len(spec.shape) > 255 or any(not 0 < dim < 2**32 for dim in spec.shape):
         raise IndexFieldError("at most 255 dims of 1 to 2^32-1", tensor=spec.name, found=spec.shape)
@@ -108,7 +122,19 @@ def layout(tensors: Sequence[TensorSpec], metadata_bytes: int, *, arch_id: int) 
     """Plan a version 1 file: tensors in the order given, payloads back to back.
 
     ``metadata_bytes`` is the length of the metadata, which may be filled in later.
+
+    Raises
+    ------
+    DuplicateTensorError, IndexFieldError, PayloadSizeError, TensorTypeError : a tensor that the
+        reader would refuse
+    MetadataError, HeaderError : metadata or index longer than the reader takes
     """
+    if metadata_bytes > MAX_METADATA_BYTES:
+        raise MetadataError(
+            "metadata is too long",
+            expected=f"at most {MAX_METADATA_BYTES} bytes",
+            found=metadata_bytes,
+        )
     seen: dict[str, int] = {}
     parts = [struct.pack("<I", len(tensors))]
     for number, spec in enumerate(tensors):
@@ -120,6 +146,12 @@ def layout(tensors: Sequence[TensorSpec], metadata_bytes: int, *, arch_id: int) 
     index = b"".join(parts)
     end = HEADER_BYTES + metadata_bytes + len(index)
     data_offset = -(-end // ALIGNMENT) * ALIGNMENT
+    if data_offset - HEADER_BYTES > MAX_FRONT_BYTES:
+        raise HeaderError(
+            "metadata and index are too long",
+            expected=f"at most {MAX_FRONT_BYTES} bytes",
+            found=data_offset - HEADER_BYTES,
+        )
     header = HEADER.pack(MAGIC, VERSION_WRITTEN, arch_id, len(tensors), HEADER_BYTES, data_offset)
     entries, at = [], data_offset
     for spec in tensors:
@@ -155,27 +187,33 @@ class PartialFile:
 
     The name is fixed so that a resumed job finds it. Writes are positioned and complete; every
     failed system call surfaces as ``OSError`` of the caller.
+
+    Raises ``LockedError`` where another process holds the file.
     """
 
     def __init__(self, final: Path, file_bytes: int) -> None:
-        """Open or create the partial file and give it its final length."""
+        """Open or create the partial file and lock it; its content stays as it is."""
         self.final = final
         self.path = final.with_name(final.name + PARTIAL_SUFFIX)
         self.file_bytes = file_bytes
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self.fd, file_bytes)
-        except BlockingIOError:
+            # The holder may have given the file its final name between our open and our lock.
+            same = os.path.samestat(os.fstat(self.fd), os.stat(self.path))
+        except (BlockingIOError, FileNotFoundError):
+            same = False
+        if not same:
             os.close(self.fd)
-            raise LockedError(path=self.path) from None
-        except OSError:
-            os.close(self.fd)
-            raise
+            raise LockedError(path=self.path)
+
+    def allocate(self) -> None:
+        """Give the file its final length; bytes that were not written read as zeros."""
+        os.ftruncate(self.fd, self.file_bytes)
 
     def pwrite(self, data: bytes | U8 | memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
-        view = memoryview(data).cast("B") if not isinstance(data, np.ndarray) else data.data
+        view = flat(data)
         while view:
             n = os.pwrite(self.fd, view, offset)
             if n == 0:
@@ -184,7 +222,7 @@ class PartialFile:
 
     def pread_into(self, out: U8, offset: int) -> None:
         """Fill ``out`` from ``offset``; what was not written yet reads as zeros."""
-        view, done = out.data, 0
+        view, done = flat(out), 0
         while done < len(view):
             n = os.preadv(self.fd, [view[done:]], offset + done)
             if n == 0:

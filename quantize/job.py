@@ -1,7 +1,7 @@
 """Owns a whole quantize run: preflight, fresh start or resume, sealing, publishing, clean-up.
 
 What stands at a final name is always a whole file. A stop leaves the partial files and the journal
-for ``--resume``; a failure removes them.
+for ``--resume``; a failure removes them, unless the first file already has its final name.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import front_digest
@@ -22,6 +24,7 @@ from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
 from ds4q.artifact.types import TYPES
 from ds4q.artifact.writer import (
     PARTIAL_SUFFIX,
+    LockedError,
     PartialFile,
     WriteError,
     fsync_folder,
@@ -135,9 +138,9 @@ class Job:
     plan: Plan
     resume: bool = False
     force: bool = False
-    started: bool = False
     _files: list[PartialFile] = field(default_factory=list)
     _journal: Journal | None = None
+    _finished: bool = False  # a file has its final name: only --resume can put the rest right
 
     @property
     def out(self) -> Path:
@@ -168,11 +171,12 @@ class Job:
                 remedy="choose a folder outside the checkpoint",
             )
         earlier = read_journal(journal_path(self.out))
-        for output in self.plan.outputs:
-            _check_target(output.path)
-            if output.path.exists() and not self.force and not (self.resume and earlier):
-                raise OutputExistsError(path=output.path)
         unfinished = earlier is not None or any(_partial(p).exists() for p in self._targets())
+        for path in reversed(self._targets()):
+            _check_target(path)
+            # An unfinished job beside existing output was begun with --force.
+            if path.exists() and not self.force and not (self.resume and unfinished):
+                raise OutputExistsError(path=path)
         if unfinished and not self.resume and not self.force:
             done = 0 if earlier is None else earlier.nbytes
             raise UnfinishedError(
@@ -180,7 +184,8 @@ class Job:
             )
         if self.resume and not self.force and earlier is not None:
             check_identity(earlier, self.identity(), journal_path(self.out))
-        self._check_space()
+        if not (self.resume and earlier is not None and earlier.published):
+            self._check_space()
 
     def _targets(self) -> list[Path]:
         """Final names in the order in which they appear: the trunk last, receipts first."""
@@ -206,81 +211,101 @@ class Job:
         """With ``resume``: the summary of a job that had already published everything."""
         if not self.resume or self.force or journal_path(self.out).exists():
             return None
+        receipts = self._receipts_of(lambda path: path, read_whole=False)
+        return None if receipts is None else Summary(self.plan, receipts, already_done=True)
+
+    def _receipts_of(
+        self, place: Callable[[Path], Path], *, read_whole: bool
+    ) -> tuple[Receipt, ...] | None:
+        """Receipts of this plan's outputs; None unless all are there and fit plan and files.
+
+        ``place`` says where to look for what belongs at a final name; ``read_whole`` compares the
+        SHA-256 of the files too.
+        """
         receipts = []
         for output in self.plan.outputs:
             try:
-                receipt = read_receipt(receipt_path(output.path))
-                with Reader(output.path) as reader:
-                    ours = reader.metadata.get("ds4q", {})
-                    same = (
-                        ours.get("source_fingerprint") == self.plan.fingerprint
-                        and ours.get("recipe") == self.plan.options.recipe.name
-                        and ours.get("tool_version") == receipt.tool_version
-                        and reader.file_bytes == receipt.file_bytes == output.layout.file_bytes
-                        and front_digest(reader.header_raw, reader.index_raw) == receipt.index_xxh3
-                    )
+                receipt = read_receipt(place(receipt_path(output.path)))
+                with Reader(place(output.path)) as reader:
+                    if not self._is_planned(output, reader, receipt):
+                        return None
+                    if read_whole:
+                        found = sha256_stream(reader.pread_into, reader.file_bytes)
+                        if found != receipt.sha256:
+                            return None
             except (ArtifactError, OSError):
                 return None
-            if not same:
-                return None
             receipts.append(receipt)
-        return Summary(self.plan, tuple(receipts), already_done=True)
+        return tuple(receipts)
+
+    def _is_planned(self, output: Output, reader: Reader, receipt: Receipt) -> bool:
+        """Whether file and receipt are what this plan makes of this source."""
+        ours = reader.metadata.get("ds4q", {})
+        planned = output.metadata["ds4q"]
+        return (
+            ours.get("source_fingerprint") == receipt.source_fingerprint == self.plan.fingerprint
+            and ours.get("source_digest") == receipt.source_digest
+            and ours.get("recipe") == receipt.recipe == planned["recipe"]
+            and ours.get("tool_version") == receipt.tool_version == planned["tool_version"]
+            and reader.file_bytes == receipt.file_bytes == output.layout.file_bytes
+            and front_digest(reader.header_raw, reader.index_raw)
+            == receipt.index_xxh3
+            == planned["index_xxh3"]
+        )
 
     # ------------------------------------------------------------ work
 
     def run(self, threads: int, advance: Advance) -> Summary:
         """Write all outputs and their receipts. ``advance`` hears of packed bytes.
 
-        A stop (KeyboardInterrupt) leaves partial files and journal; any error removes them.
+        A stop (KeyboardInterrupt) leaves partial files and journal; an error removes them.
         """
         begin = time.perf_counter()
         try:
-            earlier = self._start()
-            if earlier is not None and earlier.renames is not None:
-                self._rename(earlier.renames)
-                receipts = [read_receipt(receipt_path(o.path)) for o in self.plan.outputs]
-                advance(self.plan.payload_bytes)
-                return Summary(
-                    self.plan,
-                    tuple(receipts),
-                    time.perf_counter() - begin,
-                    resumed_bytes=self.plan.file_bytes,
-                )
-            receipts = self._write(earlier, threads, advance)
+            earlier = self._earlier()
+            receipts = None
+            if earlier is not None and earlier.published:
+                # The renames were cut off. Only whole files may get a name, so they are read again.
+                receipts = self._receipts_of(_standing, read_whole=True)
+            if receipts is not None:
+                kept_bytes = self.plan.payload_bytes
+                advance(kept_bytes)
+                self._finished = True
+                self._rename()
+            else:
+                self._start(earlier)
+                receipts, kept_bytes = self._write(earlier, threads, advance)
         except Exception as error:
-            self._discard()
+            if not self._finished and not isinstance(error, LockedError):
+                self._discard()
             if isinstance(error, OSError):
                 raise self._write_error(error) from error
             raise
         finally:
             self._close()
-        return Summary(
-            self.plan,
-            tuple(receipts),
-            time.perf_counter() - begin,
-            resumed_bytes=0 if earlier is None else earlier.nbytes,
-        )
+        return Summary(self.plan, receipts, time.perf_counter() - begin, resumed_bytes=kept_bytes)
 
-    def _start(self) -> EarlierJournal | None:
+    def _earlier(self) -> EarlierJournal | None:
+        """What an earlier run left, where the user wants to go on with it."""
+        return read_journal(journal_path(self.out)) if self.resume and not self.force else None
+
+    def _start(self, earlier: EarlierJournal | None) -> None:
         """Open partial files and journal, fresh or as an earlier run left them."""
         path = journal_path(self.out)
-        earlier = read_journal(path) if self.resume and not self.force else None
-        if earlier is not None and earlier.renames is not None:
-            self._journal = Journal.reopen(path, earlier)
-            return earlier
         for output in self.plan.outputs:
             self._files.append(PartialFile(output.path, output.layout.file_bytes))
-            self.started = True  # the lock is ours: from here on a failure cleans up
+        for file in self._files:
+            file.allocate()
         if earlier is not None:
             self._journal = Journal.reopen(path, earlier)
-            return earlier
+            return
         shards = {name: [s.size, s.identity[3]] for name, s in self.checkpoint.shards.items()}
         self._journal = Journal.create(path, self.identity(), shards)
-        return None
 
     def _write(
         self, earlier: EarlierJournal | None, threads: int, advance: Advance
-    ) -> list[Receipt]:
+    ) -> tuple[tuple[Receipt, ...], int]:
+        """All of the work; the receipts, and how many packed bytes an earlier run had written."""
         journal = self._journal
         if journal is None:
             raise JobError("the journal is not open")
@@ -308,10 +333,10 @@ class Job:
         for file, output, packed in zip(self._files, self.plan.outputs, results, strict=True):
             receipts.append(seal(file, output, self.plan, packed, digest))
             write_durably(_partial(receipt_path(output.path)), receipts[-1].encode())
-        renames = [(_partial(path).name, path.name) for path in self._targets()]
-        journal.publish(renames)
-        self._rename(renames)
-        return receipts
+        journal.publish()
+        self._rename()
+        kept_bytes = sum(packed.kept_bytes for packed in pipeline.results.values())
+        return tuple(receipts), kept_bytes
 
     def _trusted(self, earlier: EarlierJournal) -> Earlier:
         now = {name: [s.size, s.identity[3]] for name, s in self.checkpoint.shards.items()}
@@ -320,13 +345,15 @@ class Job:
             frozenset(name for name in now if earlier.shards.get(name) != now[name]),
         )
 
-    def _rename(self, renames: list[tuple[str, str]]) -> None:
+    def _rename(self) -> None:
         """Give everything its name; a rename that an earlier run did is found done."""
         folder = self.out.parent
-        for source, target in renames:
-            if (folder / source).exists():
-                os.replace(folder / source, folder / target)
-            elif not (folder / target).exists():
+        for target in self._targets():
+            source = _partial(target)
+            if source.exists():
+                os.replace(source, target)
+                self._finished = True
+            elif not target.exists():
                 raise WriteError("finished file disappeared before it was renamed", path=source)
         fsync_folder(folder)
         journal_path(self.out).unlink(missing_ok=True)
@@ -335,12 +362,17 @@ class Job:
     # ------------------------------------------------------------ endings
 
     def _discard(self) -> None:
-        """Remove what this run began; a file that another process holds is not ours."""
-        if not self.started:
-            return
-        for path in self._targets():
-            _partial(path).unlink(missing_ok=True)
-        journal_path(self.out).unlink(missing_ok=True)
+        """Remove what this run began: only what it has locked is its own.
+
+        Failing at that must not hide what went wrong first.
+        """
+        for file in self._files:
+            with suppress(OSError):
+                _partial(receipt_path(file.final)).unlink(missing_ok=True)
+                file.discard()
+        if self._files:
+            with suppress(OSError):
+                journal_path(self.out).unlink(missing_ok=True)
 
     def _close(self) -> None:
         for file in self._files:
@@ -351,6 +383,8 @@ class Job:
     def _write_error(self, error: OSError) -> Ds4qError:
         """An operating system error as one line with the bytes that the job needs."""
         remedy = "nothing was left behind"
+        if self._finished:
+            remedy = "everything is written: run the command again with --resume"
         if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             remedy = f"the job needs {self.plan.file_bytes:,} bytes; {remedy}"
         return WriteError(
@@ -360,6 +394,12 @@ class Job:
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+def _standing(path: Path) -> Path:
+    """Where a finished file is whose rename may have been cut off."""
+    partial = _partial(path)
+    return partial if partial.exists() else path
 
 
 def _check_target(path: Path) -> None:

@@ -1,9 +1,9 @@
 """Owns the journal of a job: what is already in the partial files, so that a stop costs one block.
 
-Text, one JSON object a line, beside the trunk output (``NAME.journal``). The first line is the
-job's identity; each later line says that a run of rows was written, with its digests. A line is
-believed only if the bytes in the partial file still have the digest, so neither a torn line nor
-data that a power loss swallowed can survive into an artifact.
+Text, one JSON object a line behind its own digest, beside the trunk output (``NAME.journal``). The
+first line is the job's identity; each later line says that a run of rows was written, with its
+digests. A line is believed only if it is whole and the bytes in the partial file still have the
+digest, so neither a torn line nor data that a power loss swallowed can survive into an artifact.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from ds4q.artifact.writer import write_durably
 from ds4q.quantize.errors import JobError
@@ -34,7 +36,8 @@ class BlockRecord:
     """Rows ``first`` .. of tensor ``tensor`` (number within output ``output``) were written.
 
     ``packed`` and ``sources`` are xxh3-128 (hex) of the packed rows and of the source bytes that
-    they came from (weight, then scale where there is one); ``events`` what the conversion met.
+    they came from (weight, then scale where there is one; of an FP8 scale the whole grid);
+    ``events`` what the conversion met.
     """
 
     output: int
@@ -85,9 +88,9 @@ class Journal:
         """Append one line; the data must already have been written."""
         self._append(asdict(block))
 
-    def publish(self, renames: list[tuple[str, str]]) -> None:
-        """Note that all outputs are complete on disk and only these renames are left."""
-        self._append({"publish": renames})
+    def publish(self) -> None:
+        """Note that all outputs are complete on disk and only the renames are left."""
+        self._append({"publish": True})
         self.sync()
 
     def sync(self) -> None:
@@ -102,17 +105,30 @@ class Journal:
 
 
 def _line(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    text = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    return f"{xxhash.xxh3_64_hexdigest(text)} ".encode() + text + b"\n"
+
+
+def _document(line: bytes) -> dict[str, Any]:
+    """The object of a whole line; ``ValueError`` for a torn or damaged one."""
+    digest, _, text = line.partition(b" ")
+    if digest.decode("ascii") != xxhash.xxh3_64_hexdigest(text):
+        raise ValueError("line differs from its digest")
+    document: dict[str, Any] = json.loads(text)
+    return document
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What an earlier run left: its identity, the blocks it wrote, the renames it had reached."""
+    """What an earlier run left: its identity, the blocks it wrote, whether only renames are left.
+
+    ``valid_bytes`` ends behind the last believed line that is not about the renames.
+    """
 
     identity: dict[str, Any]
     shards: dict[str, list[int]]
     blocks: list[BlockRecord]
-    renames: list[tuple[str, str]] | None
+    published: bool
     valid_bytes: int
 
     @property
@@ -127,27 +143,28 @@ def read_journal(path: Path) -> Earlier | None:
         lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is torn
     except FileNotFoundError:
         return None
-    head: dict[str, Any] | None = None
+    head: tuple[dict[str, Any], dict[str, list[int]]] | None = None
     blocks: list[BlockRecord] = []
-    renames, valid_bytes = None, 0
+    valid_bytes, published = 0, False
     for line in lines:
         try:
-            document = json.loads(line)
+            document = _document(line)
             if head is None:
                 if document["format"] != FORMAT:
                     return None
-                head = document
+                head = document["identity"], document["shards"]
             elif "publish" in document:
-                renames = [(str(a), str(b)) for a, b in document["publish"]]
+                published = True
+                break
             else:
                 document["sources"] = tuple(document["sources"])
                 blocks.append(BlockRecord(**document))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError):
             break  # nothing behind a damaged line is believed
         valid_bytes += len(line) + 1
     if head is None:
         return None
-    return Earlier(head["identity"], head["shards"], blocks, renames, valid_bytes)
+    return Earlier(*head, blocks, published, valid_bytes)
 
 
 def check_identity(earlier: Earlier, identity: dict[str, Any], path: Path) -> None:

@@ -44,11 +44,12 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Packed:
-    """What packing one tensor found out: digests (xxh3-128 hex) and events."""
+    """What packing one tensor found out: digests (xxh3-128 hex), events, bytes found written."""
 
     packed: str
     sources: tuple[str, ...]
     events: Events
+    kept_bytes: int
 
 
 @dataclass(slots=True)
@@ -114,13 +115,14 @@ class Pipeline:
         order = sorted(self._tensors(), key=self._priority)
         tensors = [self.plan.outputs[o].tensors[t] for o, t in order]
         ahead = ReadAhead([source_ranges(self._checkpoint, tensor.unit) for tensor in tensors])
+        work: list[Future[None]] = []
         with ThreadPoolExecutor(threads + 1) as pool:
-            syncing = pool.submit(self._sync_loop)
-            work = [
-                pool.submit(self._pack_tensor, o, t, ahead, number)
-                for number, (o, t) in enumerate(order)
-            ]
-            try:
+            try:  # a stop may come while work is still being handed out
+                syncing = pool.submit(self._sync_loop)
+                work.extend(
+                    pool.submit(self._pack_tensor, o, t, ahead, number)
+                    for number, (o, t) in enumerate(order)
+                )
                 wait(work, return_when=FIRST_EXCEPTION)
             finally:
                 self.stop.set()
@@ -194,22 +196,29 @@ class _TensorWork:
 
     def run(self) -> Packed:
         """Bring every block into the partial file; digests are of the whole tensor."""
-        events = Events()
+        events, kept_bytes = Events(), 0
         record: BlockRecord | None = None
         for b, (first, count) in enumerate(self._blocks):
             key = (*self._key, b)
             record = self._job.earlier.blocks.get(key)
-            if record is None or not self._still_there(first, count, record):
+            if record is not None and self._still_there(first, count, record):
+                kept_bytes += record.nbytes
+            else:
                 record = self._write(key, first, count)
             events.add(Events(**record.events))  # type: ignore[arg-type]
             self._job.advance(record.nbytes)
         if record is None or self._several:
-            packed, sources = self._whole.packed.hexdigest(), self._whole.source_digests()
+            packed, sources = self._whole.packed.hexdigest(), self._sources(self._whole)
         else:
             packed, sources = record.packed, record.sources
-        if self._reader.whole_scale is not None:
-            sources = (*sources, xxhash.xxh3_128(self._reader.whole_scale.data).hexdigest())
-        return Packed(packed, sources, events)
+        return Packed(packed, sources, events, kept_bytes)
+
+    def _sources(self, hashers: Hashers) -> tuple[str, ...]:
+        """Digests of the source bytes that went into ``hashers``, and of an FP8 grid as a whole."""
+        grid = self._reader.whole_scale
+        return hashers.source_digests() + (
+            () if grid is None else (xxhash.xxh3_128(grid.data).hexdigest(),)
+        )
 
     def _chunks(self, first: int, count: int) -> Iterator[tuple[int, int, U8, int]]:
         """First row, row count, a buffer for the packed rows, their offset in the file."""
@@ -235,7 +244,7 @@ class _TensorWork:
             *key,
             count * self._tensor.row_bytes,
             own.packed.hexdigest(),
-            own.source_digests(),
+            self._sources(own),
             events.document(),
         )
         self._job.written(record)
@@ -244,12 +253,12 @@ class _TensorWork:
     def _still_there(self, first: int, count: int, record: BlockRecord) -> bool:
         """Whether an earlier run's block is in the partial file, byte for byte.
 
-        The source is read too where its digest is needed for the whole tensor, or where the shard
-        is not the file that the earlier run saw.
+        The source is read too where its digest is needed for the whole tensor, or where a shard is
+        not the file that the earlier run saw.
         """
-        read_source = (
-            self._several or self._tensor.unit.weight.shard in self._job.earlier.distrusted
-        )
+        unit = self._tensor.unit
+        shards = {tensor.shard for tensor in (unit.weight, unit.scale) if tensor is not None}
+        read_source = self._several or bool(shards & self._job.earlier.distrusted)
         own, whole = Hashers(), self._whole.copy()
         for row, n, packed, offset in self._chunks(first, count):
             self._file.pread_into(packed, offset)
@@ -259,7 +268,7 @@ class _TensorWork:
                 whole.add(packed, parts)
         if own.packed.hexdigest() != record.packed:
             return False
-        if read_source and own.source_digests() != record.sources:
+        if read_source and self._sources(own) != record.sources:
             return False
         self._whole = whole
         return True

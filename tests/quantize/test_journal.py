@@ -1,0 +1,173 @@
+"""The journal: what it gives back, and what of a damaged one is believed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds4q.quantize import journal
+from ds4q.quantize.journal import BlockRecord, Earlier, Journal, ResumeError, read_journal
+from tests.checks import check_refused
+
+IDENTITY: dict[str, Any] = {"options": {"recipe": "fp4"}, "outputs": [["x.hfq", 9]], "k": "v"}
+SHARDS = {"a.safetensors": [100, 5]}
+
+
+def block(number: int) -> BlockRecord:
+    return BlockRecord(0, number, 0, 1000 + number, f"{number:032x}", ("1" * 32, "2" * 32), {})
+
+
+def write(path: Path, blocks: int = 3, *, published: bool = False) -> bytes:
+    """A journal of ``blocks`` blocks; its bytes."""
+    made = Journal.create(path, IDENTITY, SHARDS)
+    for number in range(blocks):
+        made.record(block(number))
+    if published:
+        made.publish()
+    made.close()
+    return path.read_bytes()
+
+
+def read(path: Path) -> Earlier:
+    earlier = read_journal(path)
+    assert earlier is not None
+    return earlier
+
+
+def test_what_was_recorded_comes_back(tmp_path: Path) -> None:
+    raw = write(tmp_path / "j")
+    earlier = read(tmp_path / "j")
+    assert (earlier.identity, earlier.shards) == (IDENTITY, SHARDS)
+    assert earlier.blocks == [block(0), block(1), block(2)]
+    assert earlier.nbytes == 3003
+    assert (earlier.published, earlier.valid_bytes) == (False, len(raw))
+
+
+def test_events_survive(tmp_path: Path) -> None:
+    made = Journal.create(tmp_path / "j", IDENTITY, SHARDS)
+    events = {"inexact": 12, "max_error": 0.1 + 0.2}
+    made.record(BlockRecord(1, 2, 3, 4, "0" * 32, ("1" * 32,), events))
+    made.close()
+    assert read(tmp_path / "j").blocks[0].events == events
+
+
+def test_published_is_the_last_word(tmp_path: Path) -> None:
+    raw = write(tmp_path / "j", published=True)
+    earlier = read(tmp_path / "j")
+    assert earlier.published
+    assert len(earlier.blocks) == 3
+    assert raw[earlier.valid_bytes :].count(b"\n") == 1  # going on drops the word and packs again
+
+
+def test_no_journal_is_none(tmp_path: Path) -> None:
+    assert read_journal(tmp_path / "j") is None
+
+
+def test_each_cut_keeps_the_whole_lines_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    raw = write(path, published=True)
+    ends = [at + 1 for at, byte in enumerate(raw) if byte == ord("\n")]
+    for length in range(len(raw) + 1):
+        path.write_bytes(raw[:length])
+        whole = sum(end <= length for end in ends)
+        if whole == 0:
+            assert read_journal(path) is None, length
+            continue
+        earlier = read(path)
+        assert len(earlier.blocks) == min(whole - 1, 3), length
+        assert earlier.published == (whole == 5), length
+        assert earlier.valid_bytes == ends[min(whole, 4) - 1], length
+
+
+def test_each_changed_byte_ends_the_belief(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    raw = write(path)
+    ends = [at + 1 for at, byte in enumerate(raw) if byte == ord("\n")]
+    for at in range(len(raw)):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :])
+        line = sum(end <= at for end in ends)
+        earlier = read_journal(path)
+        if line == 0:
+            assert earlier is None, at
+        else:
+            assert earlier is not None
+            assert earlier.blocks == [block(n) for n in range(line - 1)], at
+            assert earlier.valid_bytes == ends[line - 1], at
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\n",
+        b"\0" * 5000 + b"\n",
+        b"no journal at all\n" * 9,
+        b"\xff\xfe\n\xff\n",
+        b"[" * 100_000 + b"\n",
+        json.dumps({"format": journal.FORMAT}).encode() + b"\n",
+        journal._line({"format": "ds4q.journal.v0", "identity": {}, "shards": {}}),
+        journal._line({"another": "document"}),
+        journal._line({"format": journal.FORMAT}),
+    ],
+)
+def test_garbage_is_no_journal(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "j").write_bytes(raw)
+    assert read_journal(tmp_path / "j") is None
+
+
+def test_nothing_behind_lost_data_is_believed(tmp_path: Path) -> None:
+    """A power loss may leave zeros in the middle and a later line behind them."""
+    path = tmp_path / "j"
+    raw = write(path)
+    lines = raw.splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1] + b"\0" * len(lines[2]) + lines[3])
+    earlier = read(path)
+    assert earlier.blocks == [block(0)]
+    assert earlier.valid_bytes == len(lines[0] + lines[1])
+
+
+def test_reopening_cuts_off_what_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    raw = write(path)
+    path.write_bytes(raw + b'0123456789abcdef {"torn')
+    again = Journal.reopen(path, read(path))
+    again.record(block(7))
+    again.close()
+    assert path.read_bytes().startswith(raw)
+    assert read(path).blocks == [block(0), block(1), block(2), block(7)]
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Journal.create(tmp_path / "j", IDENTITY, SHARDS)
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data)[:7]))
+    made.record(block(1))
+    monkeypatch.undo()
+    made.close()
+    assert read(tmp_path / "j").blocks == [block(1)]
+
+
+@pytest.mark.parametrize("key", ["options", "outputs", "k", "new", "gone"])
+def test_another_job_is_refused_by_the_first_difference(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.hfq.journal"
+    write(path)
+    earlier = read(path)
+    journal.check_identity(earlier, dict(IDENTITY), path)
+    other = dict(IDENTITY) | {key: "other"}
+    if key == "gone":
+        del other["gone"]
+        earlier.identity["gone"] = 1
+    check_refused(
+        ResumeError,
+        lambda: journal.check_identity(earlier, other, path),
+        path=path,
+        says=[f"({key})", "belongs to another job", "--force"],
+    )
+
+
+def test_the_journal_lies_beside_the_output() -> None:
+    assert journal.journal_path(Path("a/b.hfq")) == Path("a/b.hfq.journal")
