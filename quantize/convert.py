@@ -31,7 +31,8 @@ class Rows:
     """Source bytes of rows ``first`` .. ``first + count`` of a tensor with ``k`` elements a row.
 
     ``weight`` is the rows' bytes; ``scale`` their scale rows (FP4) or the tensor's whole grid (FP8,
-    already float32, ``(ceil(M/bm), ceil(K/bk))`` for ``block`` = (bm, bk)).
+    already float32, ``(ceil(M/bm), ceil(K/bk))`` for ``block`` = (bm, bk)). Ids must be below
+    ``ids_below``, the number of experts, where the config says it.
     """
 
     kind: Kind
@@ -41,6 +42,7 @@ class Rows:
     weight: U8
     scale: U8 | F32Array | None = None
     block: tuple[int, int] = (1, 1)
+    ids_below: int | None = None
 
 
 @dataclass(slots=True)
@@ -134,9 +136,24 @@ def source_values(rows: Rows) -> npt.NDArray[Any]:
         return values
     if rows.kind == "bf16":
         return bf16_to_f32(rows.weight.view("<u2")).reshape(shape)
-    dtype = {"f16": "<f2", "f32": "<f4", "i64": "<i8", "i32": "<i4"}[rows.kind]
-    wide = np.int64 if rows.kind in ("i64", "i32") else np.float32
-    return rows.weight.view(dtype).astype(wide).reshape(shape)
+    if rows.kind in ("i64", "i32"):
+        ids = rows.weight.view("<i8" if rows.kind == "i64" else "<i4").astype(np.int64)
+        _check_ids(rows, ids)
+        return ids.reshape(shape)
+    dtype = "<f2" if rows.kind == "f16" else "<f4"
+    return rows.weight.view(dtype).astype(np.float32).reshape(shape)
+
+
+def _check_ids(rows: Rows, ids: npt.NDArray[np.int64]) -> None:
+    limit = 1 << 32 if rows.ids_below is None else rows.ids_below
+    bad = (ids < 0) | (ids >= limit)
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise SourceValueError(
+            "id out of range",
+            expected=f"0..{limit - 1}",
+            found=f"{ids[at]} at row {rows.first + at // rows.k}, column {at % rows.k}",
+        )
 
 
 _RAW_COPIES = {"bf16": BF16, "f16": F16, "f32": F32}
@@ -153,7 +170,7 @@ def pack(rows: Rows, target: TensorType, out: U8, *, lossless: bool) -> Events:
 
     Raises
     ------
-    SourceValueError : NaN scale byte, NaN or infinity, an id that is negative
+    SourceValueError : NaN scale byte, NaN or infinity, an id that names no expert
     InexactError : ``lossless``, and a value that ``target`` does not hold
     """
     if target is HFP4G32:

@@ -57,6 +57,7 @@ class RowReader:
         self._tensor = tensor
         self._buffers = buffers
         self._block = audit.dims.fp8_block or FP8_BLOCK
+        self._experts = audit.dims.experts
         unit = tensor.unit
         self._row_bytes = unit.weight.nbytes // tensor.rows
         self._grid: npt.NDArray[np.float32] | None = None
@@ -82,7 +83,8 @@ class RowReader:
             scale = self._buffers.take("scale", count * scale_row_bytes)
             self._checkpoint.read_into(unit.scale, scale, first * scale_row_bytes)
             parts = (weight, scale)
-        rows = Rows(unit.kind, first, count, self._tensor.k, weight, scale, self._block)
+        k = self._tensor.k
+        rows = Rows(unit.kind, first, count, k, weight, scale, self._block, self._experts)
         return rows, parts
 
     @property
