@@ -10,6 +10,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 
+def one_line(text: str) -> str:
+    """``text`` without line breaks and escapes, whatever the file held: they become ``\\xNN``."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
 class Ds4qError(Exception):
     """A broken rule, told in one line: ``path: tensor: what: expected X, found Y; remedy``.
 
@@ -66,8 +71,7 @@ class Ds4qError(Exception):
             text += ": " + ", ".join(seen)
         if self.remedy:
             text += "; " + self.remedy
-        # One line whatever the file held: a name or value may carry line breaks or escapes.
-        return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+        return one_line(text)
 
 
 class ArtifactError(Ds4qError, ValueError):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.errors import Ds4qError, one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,9 +43,12 @@ class Failure:
             if value is not None:
                 where.append(f"{label} {value}")
         text = f"{', '.join(where)}: {self.message}" if where else self.message
-        if self.expected is not None or self.found is not None:
-            text += f": expected {self.expected}, found {self.found}"
-        return text
+        values = [
+            f"{label} {value}"
+            for label, value in (("expected", self.expected), ("found", self.found))
+            if value is not None
+        ]
+        return one_line(": ".join([text, ", ".join(values)] if values else [text]))
 
 
 @dataclass(slots=True)
@@ -58,9 +61,11 @@ class Check:
     failures: list[Failure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     count: int = 0
+    path: str | None = None  # of the artifact: errors about other files name theirs
 
     @property
     def ok(self) -> bool:
+        """Whether no failure was added."""
         return self.count == 0
 
     def fail(self, failure: Failure) -> None:
@@ -74,7 +79,15 @@ class Check:
         expected = None if error.expected is None else str(error.expected)
         found = None if error.found is None else str(error.found)
         message = error.what if not error.remedy else f"{error.what}; {error.remedy}"
+        if error.path is not None and error.path != self.path:
+            message = f"{error.path}: {message}"
         self.fail(Failure(message, tensor=error.tensor, expected=expected, found=found, **where))
+
+    def lines(self) -> list[str]:
+        """Each listed failure in one line, and how many are not listed."""
+        unlisted = self.count - len(self.failures)
+        more = [f"and {unlisted:,} more"] if unlisted else []
+        return [failure.line() for failure in self.failures] + more
 
     def document(self) -> dict[str, Any]:
         """The JSON object of this check."""
@@ -99,12 +112,14 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether every check is ok."""
         return all(check.ok for check in self.checks)
 
     @contextmanager
     def check(self, name: str) -> Iterator[Check]:
         """Time a check and append it; a ``Ds4qError`` inside becomes its failure."""
-        check = Check(name)
+        path = self.artifact.get("path")
+        check = Check(name, path=None if path is None else str(path))
         self.checks.append(check)
         start = time.perf_counter()
         try:
@@ -123,10 +138,10 @@ class Report:
         }
 
     def junit(self) -> str:
-        """JUnit XML: one test case a check, one ``failure`` element a listed failure."""
+        """JUnit XML (UTF-8): one test case a check, one ``failure`` element a line of it."""
         suite = ElementTree.Element(
             "testsuite",
-            name=f"ds4q verify {self.artifact.get('name', '')}".strip(),
+            name=one_line(f"ds4q verify {self.artifact.get('name', '')}".strip()),
             tests=str(len(self.checks)),
             failures=str(sum(not c.ok for c in self.checks)),
             errors="0",
@@ -140,26 +155,22 @@ class Report:
                 name=check.name,
                 time=f"{check.seconds:.3f}",
             )
-            for failure in check.failures:
-                element = ElementTree.SubElement(case, "failure", message=failure.line())
-                element.text = failure.line()
+            for line in check.lines():
+                ElementTree.SubElement(case, "failure", message=line).text = line
         root = ElementTree.Element("testsuites")
         root.append(suite)
         ElementTree.indent(root)
-        text: str = ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
-        return text + "\n"
+        # The library's own declaration would name the locale's encoding.
+        text: str = ElementTree.tostring(root, encoding="unicode")
+        return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
     def failure_lines(self) -> list[str]:
         """Every listed failure in a line, ``check: where: what``, and how many are not listed."""
-        lines = []
-        for check in self.checks:
-            lines += [f"{check.name}: {failure.line()}" for failure in check.failures]
-            if check.count > len(check.failures):
-                lines.append(f"{check.name}: and {check.count - len(check.failures):,} more")
-        return lines
+        return [f"{check.name}: {line}" for check in self.checks for line in check.lines()]
 
     def table(self) -> Table:
         """The checks as a table for people; failures are listed by the caller."""
+        from rich.markup import escape
         from rich.table import Table  # rich is slow to import and only people need it
 
         table = Table("check", "result", "seconds", "figures", box=None, pad_edge=False)
@@ -170,5 +181,5 @@ class Report:
                 if not isinstance(value, (dict, list))
             )
             result = "[green]ok[/]" if check.ok else f"[red]FAILED ({check.count:,})[/]"
-            table.add_row(check.name, result, f"{check.seconds:.2f}", figures)
+            table.add_row(escape(check.name), result, f"{check.seconds:.2f}", escape(figures))
         return table

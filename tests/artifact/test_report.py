@@ -1,0 +1,257 @@
+"""The report: the JSON that scripts rely on, JUnit that parses, lines and a table for people."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from ds4q.artifact.errors import PayloadValueError, TruncatedError
+from ds4q.artifact.report import MAX_LISTED, Check, Failure, Report
+
+PLACE = Failure(
+    "code differs",
+    tensor="layers.2.ffn.experts.17.w1.weight",
+    layer=2,
+    expert=17,
+    projection="w1",
+    row=5,
+    block=9,
+    expected="80 42",
+    found="80 43",
+)
+
+
+def example() -> Report:
+    report = Report({"path": "/x/a.hfq", "name": "a.hfq"})
+    with report.check("structure") as check:
+        check.figures["tensors"] = 1200
+        check.notes.append("3 bytes follow the last payload")
+    with report.check("source") as check:
+        check.figures |= {"bytes": 10**9, "ratio": 0.25, "exact": True}
+        check.fail(PLACE)
+        check.fail(Failure('bad <row> & "more"'))
+    return report
+
+
+# ------------------------------------------------------------------ JSON
+
+
+def test_json_has_exactly_the_promised_keys() -> None:
+    document = example().document()
+    assert sorted(document) == ["artifact", "checks", "ok"]
+    for check in document["checks"]:
+        assert sorted(check) == ["failures", "figures", "name", "ok", "seconds"]
+        for failure in check["failures"]:
+            assert (
+                list(failure).sort()
+                == [
+                    "block",
+                    "expected",
+                    "expert",
+                    "found",
+                    "layer",
+                    "message",
+                    "projection",
+                    "row",
+                    "tensor",
+                ].sort()
+            )
+            assert len(failure) == 9
+
+
+def test_json_document() -> None:
+    document = json.loads(json.dumps(example().document(), allow_nan=False))
+    assert document["ok"] is False
+    assert document["artifact"] == {"path": "/x/a.hfq", "name": "a.hfq"}
+    structure, source = document["checks"]
+    assert (structure["name"], structure["ok"], structure["failures"]) == ("structure", True, [])
+    assert structure["figures"] == {
+        "tensors": 1200,
+        "failures": 0,
+        "notes": ["3 bytes follow the last payload"],
+    }
+    assert (source["name"], source["ok"]) == ("source", False)
+    assert source["figures"] == {"bytes": 10**9, "ratio": 0.25, "exact": True, "failures": 2}
+    assert source["failures"][0] == {
+        "tensor": "layers.2.ffn.experts.17.w1.weight",
+        "layer": 2,
+        "expert": 17,
+        "projection": "w1",
+        "row": 5,
+        "block": 9,
+        "expected": "80 42",
+        "found": "80 43",
+        "message": "code differs",
+    }
+    assert source["failures"][1]["tensor"] is None
+
+
+def test_100_failures_are_listed_and_all_are_counted() -> None:
+    check = Check("source")
+    for number in range(250):
+        check.fail(Failure("differs", row=number))
+    document = check.document()
+    assert MAX_LISTED == 100
+    assert [f["row"] for f in document["failures"]] == list(range(100))
+    assert document["figures"]["failures"] == 250
+    assert document["ok"] is False
+    assert check.lines()[99:] == ["row 99: differs", "and 150 more"]
+
+
+def test_document_does_not_alias_the_check() -> None:
+    check = Check("x", notes=["n"])
+    document = check.document()
+    document["figures"]["notes"].append("m")
+    document["figures"]["new"] = 1
+    assert (check.notes, check.figures) == (["n"], {})
+
+
+# ------------------------------------------------------------------ checks
+
+
+def test_ok_while_nothing_failed() -> None:
+    report = Report()
+    assert report.ok
+    with report.check("a") as check:
+        assert check.ok
+    assert report.ok
+    check.fail(Failure("x"))
+    assert not check.ok
+    assert not report.ok
+
+
+def test_error_inside_a_check_becomes_its_failure() -> None:
+    report = Report({"path": "a.hfq"})
+    with report.check("payload"):
+        raise PayloadValueError("NaN scale", path="a.hfq", tensor="t", expected=1, found=[2])
+    (failure,) = report.checks[0].failures
+    assert failure == Failure("NaN scale", tensor="t", expected="1", found="[2]")
+    assert report.checks[0].seconds > 0
+
+
+def test_error_about_another_file_names_it() -> None:
+    report = Report({"path": "a.hfq"})
+    with report.check("source"):
+        raise TruncatedError(path="src/model.safetensors")
+    assert report.checks[0].lines() == [
+        "src/model.safetensors: file is too short; copy or download the file again"
+    ]
+
+
+def test_other_exceptions_are_not_swallowed() -> None:
+    report = Report()
+    with pytest.raises(ZeroDivisionError), report.check("x"):
+        raise ZeroDivisionError
+    assert report.checks[0].seconds > 0
+
+
+def test_fail_with_takes_further_coordinates() -> None:
+    check = Check("x")
+    check.fail_with(PayloadValueError("bad", tensor="t"), layer=3, row=4)
+    assert check.lines() == ["t, layer 3, row 4: bad"]
+
+
+# ------------------------------------------------------------------ lines
+
+
+@pytest.mark.parametrize(
+    ("failure", "line"),
+    [
+        (Failure("bad"), "bad"),
+        (Failure("bad", row=0, block=0), "row 0, block 0: bad"),
+        (Failure("bad", expected=1), "bad: expected 1"),
+        (Failure("bad", found=0), "bad: found 0"),
+        (Failure("bad\nline", tensor="a\x1bb"), r"a\x1bb: bad\x0aline"),
+        (
+            PLACE,
+            "layers.2.ffn.experts.17.w1.weight, layer 2, expert 17, projection w1, row 5, block 9: "
+            "code differs: expected 80 42, found 80 43",
+        ),
+    ],
+)
+def test_failure_is_one_line(failure: Failure, line: str) -> None:
+    assert failure.line() == line
+    assert failure.line().isprintable()
+
+
+def test_failure_lines_name_their_check() -> None:
+    lines = example().failure_lines()
+    assert len(lines) == 2
+    assert lines[0].startswith("source: layers.2.ffn.experts.17.w1.weight, layer 2")
+    assert lines[1] == 'source: bad <row> & "more"'
+
+
+# ------------------------------------------------------------------ JUnit
+
+
+def test_junit() -> None:
+    text = example().junit()
+    assert text.startswith('<?xml version="1.0" encoding="UTF-8"?>\n<testsuites>')
+    root = ElementTree.fromstring(text.encode("utf-8"))
+    (suite,) = root
+    assert suite.attrib["name"] == "ds4q verify a.hfq"
+    assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["errors"]) == (
+        "2",
+        "1",
+        "0",
+    )
+    cases = list(suite)
+    assert [case.attrib["name"] for case in cases] == ["structure", "source"]
+    assert not list(cases[0])
+    failures = cases[1].findall("failure")
+    assert [f.attrib["message"] for f in failures] == [f.text for f in failures]
+    assert failures[1].text == 'bad <row> & "more"'
+    float(suite.attrib["time"])
+
+
+def test_junit_holds_no_character_that_xml_forbids() -> None:
+    nasty = "\x00\x08\x1b\x7f\ufffe\uffff\ud800\n你 ü"
+    report = Report({"name": nasty})
+    with report.check("structure") as check:
+        check.fail(Failure(nasty, tensor=nasty, expected=nasty, found=nasty))
+    root = ElementTree.fromstring(report.junit().encode("utf-8"))
+    element = root.find(".//failure")
+    assert element is not None
+    assert element.text == element.attrib["message"] == check.lines()[0]
+    assert "你 ü" in (element.text or "")
+
+
+def test_junit_says_how_many_are_not_listed() -> None:
+    report = Report()
+    with report.check("source") as check:
+        for _ in range(103):
+            check.fail(Failure("differs"))
+    root = ElementTree.fromstring(report.junit())
+    texts = [f.text for f in root.iter("failure")]
+    assert len(texts) == 101
+    assert texts[-1] == "and 3 more"
+
+
+# ------------------------------------------------------------------ the table
+
+
+def printed(report: Report) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200, color_system=None).print(report.table())
+    return out.getvalue()
+
+
+def test_table() -> None:
+    lines = printed(example()).splitlines()
+    assert lines[0].split() == ["check", "result", "seconds", "figures"]
+    assert lines[1].split()[:2] == ["structure", "ok"]
+    assert lines[1].rstrip().endswith("tensors 1,200")
+    assert "FAILED (2)" in lines[2]
+    assert lines[2].rstrip().endswith("bytes 1,000,000,000, ratio 0.25, exact True")
+
+
+def test_table_takes_figures_literally() -> None:
+    figures: dict[str, Any] = {"file": "[red]a[/nope].receipt", "list": [1], "object": {}}
+    text = printed(Report(checks=[Check("x", figures=figures)]))
+    assert "file [red]a[/nope].receipt" in text
+    assert "list" not in text
