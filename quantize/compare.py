@@ -25,7 +25,7 @@ from ds4q.quantize.config import check_config
 from ds4q.quantize.convert import compare
 from ds4q.quantize.deepseek4 import Inventory, classify, find_draft
 from ds4q.quantize.errors import SourceError
-from ds4q.quantize.plan import PlannedTensor
+from ds4q.quantize.plan import PlannedTensor, source_metadata
 from ds4q.quantize.rows import Buffers, RowReader, source_ranges
 
 U8 = npt.NDArray[np.uint8]
@@ -205,13 +205,7 @@ class SourceComparison:
                 self.check.fail(
                     Failure("source tensor is not in the artifact", tensor=name, **place(name))
                 )
-        texts = self._checkpoint.texts
-        pairs = (
-            ("config", self._checkpoint.config),
-            ("tokenizer", "{}" if texts.tokenizer is None else texts.tokenizer),
-            ("generation_config", texts.generation_config),
-        )
-        for key, wanted in pairs:
+        for key, wanted in source_metadata(self._checkpoint).items():
             if reader.metadata.get(key) != wanted:
                 self.check.fail(Failure(f"metadata key '{key}' differs from the source"))
         self.check.figures |= {

@@ -343,7 +343,7 @@ def seal(
         tool_version=ours["tool_version"],
         source_fingerprint=plan.fingerprint,
         source_digest=digest,
-        partial=plan.partial,
+        partial=output.partial,
         skipped=plan.skipped,
         tensors=tensor_records(output, results),
     )

@@ -24,6 +24,7 @@ from ds4q.quantize.recipe import Recipe
 DraftChoice = Literal["split", "keep", "drop"]
 UPSTREAM_K = 256  # hipfire's kernels need rows of a multiple of this
 BLANK_SHA256 = " " * 64
+DROPPED = "draft dropped"
 
 
 class FilterError(JobError):
@@ -33,6 +34,13 @@ class FilterError(JobError):
     cure = (
         "prefixes are literal beginnings of tensor names; list them with 'ds4q inspect --tensors'"
     )
+
+
+class AccountingError(JobError):
+    """A source tensor that would neither be written nor listed as left out."""
+
+    rule = "tensor is neither planned nor skipped"
+    cure = "this is a bug in ds4q: please report it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,11 @@ class Output:
     metadata: dict[str, Any]
     tensors: tuple[PlannedTensor, ...]
 
+    @property
+    def partial(self) -> bool:
+        """Whether it lacks a part of its model."""
+        return bool(self.metadata["ds4q"]["partial"])
+
     def front(self, source_digest: str) -> bytes:
         """Header, sealed metadata, index and padding, once the source has been read."""
         ours = self.metadata["ds4q"] | {"source_digest": source_digest}
@@ -97,11 +110,15 @@ class Plan:
 
     outputs: tuple[Output, ...]
     skipped: tuple[tuple[str, str], ...]
-    partial: bool
     fingerprint: str
     options: Options
     warnings: tuple[str, ...]
     source_bytes: int
+
+    @property
+    def partial(self) -> bool:
+        """Whether any output lacks a part of its model."""
+        return any(output.partial for output in self.outputs)
 
     @property
     def file_bytes(self) -> int:
@@ -129,25 +146,29 @@ def make_plan(
     out : path of the trunk artifact; sidecars are placed beside it
     version : tool version, recorded in metadata
     """
-    kept, skipped = _select(audit.units, options)
+    kept, left_out = _select(audit.units, options)
     parts: dict[Part, list[Unit]] = {}
     for unit in kept:
-        part: Part = "trunk" if options.draft == "keep" else unit.info.part
-        parts.setdefault(part, []).append(unit)
+        parts.setdefault(_part(unit, options), []).append(unit)
     if "trunk" not in parts:
         raise JobError(
             "no tensor of the trunk is left",
             remedy="relax --include-prefix and --exclude-prefix, or keep the draft in the "
             "trunk file with --dspark keep",
         )
-    lost = [name for name, why in skipped if not name.startswith("mtp.")]
-    partial = audit.partial or bool(lost)
+    cut = {_part(unit, options) for unit, why in left_out if why != DROPPED}
+    skipped = [(name, why) for unit, why in left_out for name in _source_names(unit)]
     skipped += [(t.name, "integer tensor of unknown name") for t in audit.extra]
+    lost = checkpoint.tensors.keys() - {name for unit in kept for name in _source_names(unit)}
+    lost -= {name for name, _ in skipped}
+    if lost:
+        raise AccountingError(path=checkpoint.folder, tensor=min(lost))
     fingerprint = checkpoint.fingerprint()
     outputs = []
     warnings: list[str] = []
     for part in sorted(parts, key=lambda name: name != "trunk"):
         path = out if part == "trunk" else sidecar_path(out, part)
+        partial = audit.partial or part in cut
         output, odd = _plan_output(
             path, part, parts[part], checkpoint, options, partial, fingerprint, version
         )
@@ -156,7 +177,6 @@ def make_plan(
     return Plan(
         tuple(outputs),
         tuple(skipped),
-        partial,
         fingerprint,
         options,
         tuple(warnings),
@@ -164,11 +184,20 @@ def make_plan(
     )
 
 
-def _select(units: Sequence[Unit], options: Options) -> tuple[list[Unit], list[tuple[str, str]]]:
-    """Include first, then exclude; every unit is kept or skipped with a reason."""
+def _part(unit: Unit, options: Options) -> Part:
+    """The file that ``unit`` goes to, or would go to."""
+    return "trunk" if options.draft == "keep" else unit.info.part
+
+
+def _source_names(unit: Unit) -> list[str]:
+    return [tensor.name for tensor in (unit.weight, unit.scale) if tensor is not None]
+
+
+def _select(units: Sequence[Unit], options: Options) -> tuple[list[Unit], list[tuple[Unit, str]]]:
+    """Include first, then exclude; every unit is kept or left out with a reason."""
     unused = Counter({prefix: 0 for prefix in (*options.include, *options.exclude)})
     kept: list[Unit] = []
-    skipped: list[tuple[str, str]] = []
+    left_out: list[tuple[Unit, str]] = []
     for unit in units:
         name = unit.weight.name
         included = [p for p in options.include if name.startswith(p)]
@@ -179,15 +208,15 @@ def _select(units: Sequence[Unit], options: Options) -> tuple[list[Unit], list[t
         elif excluded:
             why = f"excluded by prefix {excluded[0]}"
         elif options.draft == "drop" and unit.info.part != "trunk":
-            why = "draft dropped"
+            why = DROPPED
         else:
             kept.append(unit)
             continue
-        skipped += [(t.name, why) for t in (unit.weight, unit.scale) if t is not None]
+        left_out.append((unit, why))
     idle = [prefix for prefix, uses in unused.items() if not uses]
     if idle:
         raise FilterError(found=repr(idle[0]))
-    return kept, skipped
+    return kept, left_out
 
 
 def _plan_output(
@@ -237,22 +266,28 @@ def _plan_output(
     return Output(path, part, layout, metadata, tensors), warnings
 
 
-def _metadata(
-    checkpoint: Checkpoint, specs: list[writer.TensorSpec], recipe: Recipe
-) -> dict[str, Any]:
-    """The keys that hipfire's readers know; values verbatim from the checkpoint."""
+def source_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What an artifact's metadata takes verbatim from the checkpoint."""
     texts = checkpoint.texts
     tokenizer_config = texts.tokenizer_config
     if texts.chat_template is not None and "chat_template" not in (tokenizer_config or {}):
         tokenizer_config = (tokenizer_config or {}) | {"chat_template": texts.chat_template}
-    counts = Counter(TYPES[spec.type_id].name for spec in specs)
     return {
         "architecture": checkpoint.config.get("model_type", "deepseek_v4"),
         "config": checkpoint.config,
         "generation_config": texts.generation_config,
+        "tokenizer": "{}" if texts.tokenizer is None else texts.tokenizer,
+        "tokenizer_config": tokenizer_config,
+    }
+
+
+def _metadata(
+    checkpoint: Checkpoint, specs: list[writer.TensorSpec], recipe: Recipe
+) -> dict[str, Any]:
+    """The keys that hipfire's readers know."""
+    counts = Counter(TYPES[spec.type_id].name for spec in specs)
+    return source_metadata(checkpoint) | {
         "has_vision": False,
         "hipfire_quant_recipe": f"ds4q-{recipe.name}",
         "hipfire_recipe_census": dict(sorted(counts.items())),
-        "tokenizer": "{}" if texts.tokenizer is None else texts.tokenizer,
-        "tokenizer_config": tokenizer_config,
     }
