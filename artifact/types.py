@@ -128,6 +128,7 @@ BY_NAME: dict[str, TensorType] = {t.name: t for t in TYPES.values()}
 # Never to be assigned: upstream keeps them reserved, and 43 is burned.
 RESERVED_IDS = frozenset({23, 25, 26, 27, 43})
 
+UPSTREAM_K = 256  # hipfire's kernels and loaders need HFP4G32 rows of a multiple of this
 ROW_GRANULE = 32  # runs of rows begin at a multiple: no group of 32 crosses a border
 
 if len(BY_NAME) != len(TYPES) or RESERVED_IDS & TYPES.keys():
