@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_EXCEPTION,
+    CancelledError,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,6 +87,8 @@ class _Gate:
             self._moved.wait_for(
                 lambda: self.closed or self._hashed <= self._checked() + WINDOW_BYTES
             )
+            if self.closed:  # work failed or was stopped: nobody waits for the hash of the rest
+                raise CancelledError
 
     def close(self) -> None:
         with self._moved:
