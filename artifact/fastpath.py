@@ -6,15 +6,20 @@ in ``PAIRS``; a test runs each pair of codecs on the same input and compares the
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import numba
+import xxhash
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
+
+_ROOT = Path(__file__).parents[1]
 
 PAIRS: list[FastPath[Any, Any]] = []
 
@@ -40,4 +45,27 @@ class FastPath(Generic[P, R]):
 
 def jit(function: F) -> F:
     """Compile with numba: no GIL, cached on disk, floating point exactly as written."""
-    return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    room = function.__module__.split(".")[1]
+    config: Any = numba.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = os.path.join(before or _ROOT / room / "__pycache__", _stamp(room))
+    try:
+        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    finally:
+        config.CACHE_DIR = before
+
+
+@functools.cache
+def _stamp(room: str) -> str:
+    """Name of the cache folder for exactly this source of the room's kernels, and of this one's.
+
+    Numba looks only at the file of the function it compiles. A helper that is inlined from another
+    file could change, and old machine code would go on running.
+    """
+    digest = xxhash.xxh3_64()
+    for folder in sorted({_ROOT / "artifact", _ROOT / room}):
+        for path in sorted(folder.rglob("*.py")):
+            text = path.read_bytes()
+            if b"numba" in text or b"fastpath" in text:
+                digest.update(text)
+    return f"kernels-{digest.hexdigest()}"

@@ -8,6 +8,7 @@ import pkgutil
 import re
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
@@ -126,3 +127,34 @@ def test_parity_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         check_parity(FastPath(right, wrong_result), args)
     check_parity(FastPath(right, right), args)
     assert not args[0].any()
+
+
+def test_a_helper_inlined_from_another_file_leaves_no_old_machine_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastpath, "_ROOT", tmp_path)
+    for room, name in (("artifact", "fastpath.py"), ("runtime", "kernel.py"), ("runtime", "a.py")):
+        (tmp_path / room).mkdir(exist_ok=True)
+        (tmp_path / room / name).write_text("import numba\n")
+    (tmp_path / "runtime" / "plain.py").write_text("pass\n")
+    stamp = fastpath._stamp.__wrapped__
+    before = stamp("runtime"), stamp("artifact")
+    (tmp_path / "runtime" / "plain.py").write_text("pass  # compiles nothing\n")
+    assert (stamp("runtime"), stamp("artifact")) == before
+    (tmp_path / "runtime" / "a.py").write_text("import numba  # another instruction\n")
+    assert stamp("runtime") != before[0]
+    assert stamp("artifact") == before[1]
+
+
+def test_compiled_code_lies_in_the_folder_of_its_stamp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def seven() -> int:
+        return 7
+
+    seven.__module__ = "ds4q.artifact.nothing"
+    assert jit(seven)() == 7
+    assert numba.config.CACHE_DIR == str(tmp_path), "the caller's setting is kept"
+    assert [path.name for path in tmp_path.iterdir()] == [fastpath._stamp("artifact")]
