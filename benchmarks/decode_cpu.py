@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import Recorder, alternate
+from benchmarks.harness import ROOT, Recorder, Times, alternate
+from ds4q.api import quantize
 from ds4q.artifact.formats.hfp4g32 import repack
 from ds4q.artifact.numeric import E2M1
 from ds4q.artifact.types import HFP4G32
 from ds4q.runtime.backend import reference
 from ds4q.runtime.backend.cpu import CpuBackend, Expert, Weight
+from ds4q.runtime.engine import Engine
 
 Array = npt.NDArray[Any]
 
 WIDTH, HIDDEN = 2048, 4096  # moe_intermediate_size and hidden_size of Flash
 TOP_K = 6
 LIMIT = 10.0  # swiglu_limit
+TINY_TOKENS = 128  # beyond the window and one ratio-128 entry
 TOLERANCE = 1e-6  # of sum |w x|; f32 lane sums stay an order of magnitude below
 
 
@@ -93,6 +99,30 @@ def moe_side(backend: CpuBackend, experts: list[Expert], x: Array) -> Callable[[
     return run
 
 
+def tiny_decode(repeats: int) -> Times:
+    """Seconds of ``TINY_TOKENS`` greedy steps of ds4-tiny after a short prompt, one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        artifact = Path(folder) / "ds4-tiny.hfq"
+        quantize(ROOT / "tests" / "data" / "ds4-tiny", artifact)
+        engine = Engine.load(artifact, threads=1)
+
+    def generate(count: int) -> float:
+        state = engine.new_state()
+        logits = engine.forward(state, [256, 258, 97, 259, 261])
+        begin = time.perf_counter()
+        for _ in range(count):
+            logits = engine.forward(state, [int(logits[0].argmax())])
+        return time.perf_counter() - begin
+
+    generate(TINY_TOKENS)  # compiles what is not in the cache
+    walls, cpus = [], []
+    for _ in range(repeats):
+        cpu = time.process_time()
+        walls.append(generate(TINY_TOKENS))
+        cpus.append(time.process_time() - cpu)
+    return Times(walls, cpus)
+
+
 def packed_bytes(weights: list[Weight]) -> int:
     return sum(weight.data.nbytes for weight in weights)
 
@@ -137,6 +167,8 @@ def main() -> None:
     record.add("HFP4G32 matrix-vector, 1 thread", times["matrix"], "GB/s packed", gigabytes)
     record.add("MoE step, 1 thread", times["moe1"], "GB/s packed", moved)
     record.add("MoE step, 2 threads", times["moe2"], "GB/s packed", moved)
+    tiny = tiny_decode(options.repeats)
+    record.add("ds4-tiny decode, 1 thread", tiny, "tokens/s", TINY_TOKENS)
     record.write()
 
     copy, rate = gigabytes / times["memcpy"].median, gigabytes / times["matrix"].median
