@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -149,12 +150,13 @@ def test_a_helper_inlined_from_another_file_leaves_no_old_machine_code(
 def test_compiled_code_lies_in_the_folder_of_its_stamp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    config: Any = numba.config
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
 
     def seven() -> int:
         return 7
 
     seven.__module__ = "ds4q.artifact.nothing"
     assert jit(seven)() == 7
-    assert numba.config.CACHE_DIR == str(tmp_path), "the caller's setting is kept"
+    assert str(tmp_path) == config.CACHE_DIR, "the caller's setting is kept"
     assert [path.name for path in tmp_path.iterdir()] == [fastpath._stamp("artifact")]
