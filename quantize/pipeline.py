@@ -35,7 +35,7 @@ from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader, source_ranges
 U8 = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
 BLOCK_BYTES = 16 << 20  # of packed rows per journal line: the most that a stop can cost a worker
-SYNC_BYTES = 1 << 30  # of packed bytes between two syncs: the most that a power loss can cost
+SYNC_SECONDS = 15.0  # between two syncs: the work that a power loss can cost
 
 
 class Stopped(Exception):
@@ -106,8 +106,6 @@ class Pipeline:
         self.advance = advance
         self.stop = threading.Event()
         self._local = threading.local()
-        self._unsynced = 0
-        self._sync_lock = threading.Lock()
         self.results: dict[tuple[int, int], Packed] = {}
 
     def pack_all(self, threads: int) -> None:
@@ -162,20 +160,17 @@ class Pipeline:
     def written(self, record: BlockRecord) -> None:
         """Journal a block whose data was handed to the file."""
         self._journal.record(record)
-        with self._sync_lock:
-            self._unsynced += record.nbytes
 
     def _sync_loop(self) -> None:
-        """Push data to the disk while packing goes on, so that little is left for the end."""
-        while not self.stop.wait(0.05):
-            with self._sync_lock:
-                due = self._unsynced >= SYNC_BYTES
-                if due:
-                    self._unsynced = 0
-            if due:
-                for file in self.files:
-                    file.sync()
-                self._journal.sync()
+        """Push data to the disk now and then, so that a power loss costs seconds, not hours.
+
+        Not more often: writing back competes with reading the source, and what is left at the end
+        is written while the file is hashed.
+        """
+        while not self.stop.wait(SYNC_SECONDS):
+            for file in self.files:
+                file.sync()
+            self._journal.sync()
 
 
 class _TensorWork:
