@@ -1,4 +1,4 @@
-"""Owns what the bytes mean: codes, types, codecs, the HFQ container, receipts, checks, the report.
+"""Owns what an artifact's bytes mean: number codes, types, codecs, container, receipts, checks.
 
-It reads no checkpoint and runs no model.
+It reads no checkpoint and runs no model. ``FORMAT.md`` states the format.
 """
