@@ -16,6 +16,7 @@ from ds4q import __version__
 from ds4q.artifact.check import check_structure, own_metadata
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.hfq2 import check_quantization_hash, declares_hash
 from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import find_receipt
 from ds4q.artifact.report import Report
@@ -23,6 +24,7 @@ from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
 from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.compare import SourceComparison, check_inventory
+from ds4q.quantize.errors import SourceError
 from ds4q.quantize.job import Job, Summary
 from ds4q.quantize.plan import DraftChoice, Options, make_plan
 from ds4q.quantize.recipe import RECIPES
@@ -128,6 +130,9 @@ def verify(
             check_inventory(reader, inventory)
         if structure.ok:
             _verify_payload(report, reader, source, receipt, threads, progress)
+            if declares_hash(reader):
+                with report.check("quantization-hash") as check:
+                    check_quantization_hash(reader, check)
     return report
 
 
@@ -155,8 +160,8 @@ def _verify_payload(
                 partial = bool((own_metadata(reader) or {}).get("partial"))
                 checkpoint = Checkpoint.open(source, allow_partial=partial)
                 audited = audit(checkpoint, allow_partial=partial)
-                comparison = SourceComparison(check, checkpoint, audited, reader.tensors)
-                comparison.compare_whole(reader)
+                comparison = SourceComparison(check, checkpoint, audited, reader)
+                comparison.compare_whole()
                 visitors.append(comparison)
         payload_bytes = sum(entry.nbytes for entry in reader.tensors.values())
         with progress("verify", payload_bytes) as advance:
@@ -166,7 +171,8 @@ def _verify_payload(
         if checkpoint is not None:
             checkpoint.check_unchanged()
     except Ds4qError as error:  # cut short or replaced while it was read
-        payload.fail_with(error)
+        comparing = isinstance(error, SourceError)  # then its visitor is the last
+        (visitors[-1].check if comparing else payload).fail_with(error)
         return
     finally:
         for visitor in visitors:

@@ -7,7 +7,6 @@ tensor that was converted through float32 is converted again and must give the s
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,11 @@ from ds4q.artifact.walk import TensorVisitor
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.config import check_config
-from ds4q.quantize.convert import compare
+from ds4q.quantize.convert import comparable, compare
 from ds4q.quantize.deepseek4 import Inventory, classify, find_draft
 from ds4q.quantize.errors import SourceError
 from ds4q.quantize.plan import PlannedTensor, source_metadata
+from ds4q.quantize.recipe import RECIPES
 from ds4q.quantize.rows import Buffers, RowReader, source_ranges
 
 U8 = npt.NDArray[np.uint8]
@@ -142,15 +142,14 @@ class _Refused:
 class SourceComparison:
     """A visitor of ``artifact.walk``: the artifact equals what its source demands."""
 
-    def __init__(
-        self, check: Check, checkpoint: Checkpoint, audit: Audit, order: Iterable[str]
-    ) -> None:
-        """``order`` names the artifact's tensors as they will be walked."""
+    def __init__(self, check: Check, checkpoint: Checkpoint, audit: Audit, reader: Reader) -> None:
         self.check = check
         self._checkpoint = checkpoint
         self._audit = audit
+        self._artifact = reader
+        self._recipe = RECIPES.get(str((own_metadata(reader) or {}).get("recipe")))
         self._units: dict[str, Unit] = {unit.name: unit for unit in audit.units}
-        present = [self._units[name] for name in order if name in self._units]
+        present = [self._units[name] for name in reader.tensors if name in self._units]
         self._number = {unit.name: number for number, unit in enumerate(present)}
         self._ahead = ReadAhead([source_ranges(checkpoint, unit) for unit in present])
 
@@ -169,13 +168,26 @@ class SourceComparison:
                     **where,
                 )
             )
-        if (unit.kind == "fp4") != (TYPES[entry.type_id].name == "HFP4G32"):
+        found = TYPES[entry.type_id]
+        if self._recipe is not None:
+            wanted = self._recipe.type_for(unit.info.role, unit.kind)
+            if found is not wanted:
+                return _Refused(
+                    Failure(
+                        f"type is not what recipe {self._recipe.name} gives",
+                        tensor=entry.name,
+                        expected=wanted.name,
+                        found=found.name,
+                        **where,
+                    )
+                )
+        elif not comparable(unit.kind, found):
             return _Refused(
                 Failure(
                     "type cannot come from this source",
                     tensor=entry.name,
                     expected=unit.kind,
-                    found=TYPES[entry.type_id].name,
+                    found=found.name,
                     **where,
                 )
             )
@@ -193,8 +205,9 @@ class SourceComparison:
             return _Refused(Failure(str(error), tensor=entry.name, **where))
         return _AgainstSource(reader, tensor)
 
-    def compare_whole(self, reader: Reader) -> None:
+    def compare_whole(self) -> None:
         """What no payload shows: tensors that are not there, and texts in the metadata."""
+        reader = self._artifact
         ours = own_metadata(reader) or {}
         parts = {_is_draft(name) for name in reader.tensors}
         lacking = [

@@ -17,7 +17,7 @@ from ds4q.artifact.errors import ArtifactError
 from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.artifact.formats import codec_for, hfp4g32
 from ds4q.artifact.numeric import E4M3, E8M0, bf16_to_f32
-from ds4q.artifact.types import BF16, F16, F32, HFP4G32, TIDI32, TensorType
+from ds4q.artifact.types import BF16, F16, F32, HFP4G32, Q8F16, TIDI32, TensorType
 from ds4q.quantize.audit import Kind
 from ds4q.quantize.errors import InexactError, SourceValueError
 
@@ -258,6 +258,15 @@ class Difference:
     block: int
     expected: str
     found: str
+
+
+def comparable(kind: Kind, target: TensorType) -> bool:
+    """Whether packed rows of ``target`` can have come from a source of ``kind``."""
+    if kind == "fp4" or target is HFP4G32:
+        return kind == "fp4" and target is HFP4G32
+    if kind in ("i64", "i32") or target is TIDI32:
+        return kind in ("i64", "i32") and target is TIDI32
+    return target in (F16, BF16, F32, Q8F16)
 
 
 def compare(rows: Rows, target: TensorType, packed: U8) -> Difference | None:
