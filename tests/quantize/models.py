@@ -172,3 +172,12 @@ def warm_up() -> None:
     convert.pack(rows, BF16, np.zeros(64, np.uint8), lossless=True)
     rows = convert.Rows("f32", 0, 1, 16, codes.reshape(-1))
     convert.pack(rows, F32, np.zeros(64, np.uint8), lossless=True)
+
+
+def digests_below(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file in ``folder`` and below."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

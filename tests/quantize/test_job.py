@@ -1,0 +1,532 @@
+"""Whole jobs: where output may go, what is refused before work, and every failing system call."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds4q import api
+from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.receipt import read_receipt
+from ds4q.artifact.writer import LockedError, PartialFile, WriteError
+from ds4q.quantize.errors import ChangedSourceError, JobError, SourceReadError
+from ds4q.quantize.job import OutputExistsError, OutputPlaceError, SpaceError, UnfinishedError
+from tests.checks import check_refused
+from tests.quantize import models
+
+CALLS = ("pwrite", "write", "fsync", "ftruncate", "replace")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.mini(tmp_path_factory.mktemp("mini"))
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("expected")
+    models.run(source, folder / "x.hfq")
+    return models.digests(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty output folder."""
+    (tmp_path / "o").mkdir()
+    return tmp_path / "o"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---------------------------------------------------------------- the summary
+
+
+def test_summary_has_the_promised_keys(source: Path, folder: Path) -> None:
+    document = models.run(source, folder / "x.hfq").document()
+    promised = "output bytes tensors sha256 seconds source_bytes types bpw_experts"
+    assert set(promised.split()) <= document.keys()
+    assert document["output"] == str(folder / "x.hfq")
+    assert document["bytes"] == (folder / "x.hfq").stat().st_size
+    assert document["source_bytes"] == sum(len(t.data) for t in models.mini_tensors().values())
+    assert document["sha256"] == models.digests(folder)["x.hfq"]
+    assert document["types"]["HFP4G32"]["tensors"] == 3
+    (sidecar,) = document["sidecars"]
+    assert sidecar["output"] == str(folder / "x-dspark.hfq")
+    assert sidecar["sha256"] == models.digests(folder)["x-dspark.hfq"]
+    assert (document["resumed_bytes"], document["already_done"]) == (0, False)
+
+
+def test_bits_per_weight_count_headers_and_scales(folder: Path, source: Path) -> None:
+    document = models.run(source, folder / "x.hfq").document()
+    nbytes = 2 * 96 * (16 + 17 * 8) + 4 * (16 + 17 * 2)
+    assert document["bpw_experts"] == round(8 * nbytes / (2 * 96 * 256 + 4 * 64), 6)
+    only = models.run(source, folder / "y.hfq", include=["layers.0.attn"]).document()
+    assert only["bpw_experts"] is None
+
+
+def test_partial_is_recorded_in_metadata_and_receipt(source: Path, folder: Path) -> None:
+    summary = models.run(source, folder / "x.hfq")
+    assert summary.document()["partial"] is True
+    for path in folder.glob("*.hfq"):
+        assert read_receipt(Path(f"{path}.receipt")).partial is True
+        report = api.verify(path)
+        inventory = next(check for check in report.checks if check.name == "inventory")
+        assert inventory.figures["partial"] is True
+
+
+def test_without_allow_partial_a_part_is_refused(source: Path, folder: Path) -> None:
+    with pytest.raises(Ds4qError, match="missing"):
+        models.run(source, folder / "x.hfq", allow_partial=False)
+    assert names(folder) == []
+
+
+# ---------------------------------------------------------------- where output may go
+
+
+def test_output_folder_must_exist(source: Path, folder: Path) -> None:
+    check_refused(
+        OutputPlaceError,
+        lambda: models.run(source, folder / "no" / "x.hfq"),
+        path=folder / "no",
+        says=["output folder does not exist"],
+    )
+    assert names(folder) == []
+
+
+@pytest.mark.parametrize("below", [".", "sub/deeper"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_output_inside_the_source_is_refused(below: str, linked: bool, tmp_path: Path) -> None:
+    source = models.mini(tmp_path / "s")
+    (source / "sub" / "deeper").mkdir(parents=True)
+    before = models.digests_below(source)
+    if linked:
+        (tmp_path / "link").symlink_to(source, target_is_directory=True)
+    out = (tmp_path / "link" if linked else source) / below / "x.hfq"
+    check_refused(
+        OutputPlaceError, lambda: models.run(source, out, force=True), says=["inside the source"]
+    )
+    assert models.digests_below(source) == before
+
+
+@pytest.mark.parametrize(
+    "which", ["x.hfq", "x.hfq.receipt", "x-dspark.hfq", "x-dspark.hfq.receipt"]
+)
+def test_a_folder_at_a_final_name_is_refused_even_with_force(
+    which: str, source: Path, folder: Path
+) -> None:
+    (folder / which).mkdir()
+    for force in (False, True):
+        check_refused(
+            OutputPlaceError,
+            lambda force=force: models.run(source, folder / "x.hfq", force=force),  # type: ignore[misc]
+            path=folder / which,
+            says=["a folder or a device"],
+        )
+    assert names(folder) == [which]
+
+
+def test_a_device_is_refused_and_stays_one(source: Path) -> None:
+    for force in (False, True):
+        check_refused(
+            OutputPlaceError,
+            lambda force=force: models.run(source, Path("/dev/full"), force=force),  # type: ignore[misc]
+            path="/dev/full",
+        )
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+    assert not Path("/dev/full.partial").exists()
+    assert not Path("/dev/full.journal").exists()
+
+
+@pytest.mark.parametrize(
+    "which", ["x.hfq", "x.hfq.receipt", "x-dspark.hfq", "x-dspark.hfq.receipt"]
+)
+def test_existing_output_is_refused_without_force(
+    which: str, source: Path, folder: Path, expected: dict[str, str]
+) -> None:
+    (folder / which).write_text("somebody's")
+    for resume in (False, True):
+        check_refused(
+            OutputExistsError,
+            lambda resume=resume: models.run(source, folder / "x.hfq", resume=resume),  # type: ignore[misc]
+            path=folder / which,
+            says=["--force"],
+        )
+    assert names(folder) == [which]
+    assert (folder / which).read_text() == "somebody's"
+    models.run(source, folder / "x.hfq", force=True)
+    assert models.digests(folder) == expected
+
+
+def test_a_link_to_a_file_is_replaced_not_followed(
+    source: Path, folder: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "precious").write_text("untouched")
+    (folder / "x.hfq").symlink_to(tmp_path / "precious")
+    with pytest.raises(OutputExistsError):
+        models.run(source, folder / "x.hfq")
+    models.run(source, folder / "x.hfq", force=True)
+    assert (tmp_path / "precious").read_text() == "untouched"
+    assert models.digests(folder) == expected
+
+
+def test_a_job_that_lies_unfinished_says_how_much_is_done(source: Path, folder: Path) -> None:
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds4q.quantize.job.seal", stop)
+        with pytest.raises(KeyboardInterrupt):
+            models.run(source, folder / "x.hfq")
+    before = models.digests(folder)
+    total = models.run(source, folder / "y.hfq", dry_run=True)
+    done = total.plan.payload_bytes
+    check_refused(
+        UnfinishedError,
+        lambda: models.run(source, folder / "x.hfq"),
+        path=folder / "x.hfq.partial",
+        says=[f"{done:,} of {total.plan.file_bytes:,} bytes done", "--resume", "--force"],
+    )
+    assert models.digests(folder) == before
+
+
+def test_starting_over_forgets_the_unfinished_job(
+    source: Path, folder: Path, expected: dict[str, str]
+) -> None:
+    (folder / "x.hfq.partial").write_bytes(b"\xff" * 500_000)
+    (folder / "x-dspark.hfq.partial").write_bytes(b"\xff" * 10)
+    (folder / "x.hfq.receipt.partial").write_bytes(b"\xff" * 500_000)
+    (folder / "x.hfq.journal").write_text("anything")
+    models.run(source, folder / "x.hfq", force=True)
+    assert models.digests(folder) == expected
+
+
+# ---------------------------------------------------------------- space, locks, rights
+
+
+def test_too_little_space_is_refused_before_work(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promised = models.run(source, folder / "x.hfq", dry_run=True).plan.file_bytes
+
+    class Disk:
+        f_frsize = 1
+        f_bavail = promised
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Disk())
+    error = check_refused(
+        SpaceError,
+        lambda: models.run(source, folder / "x.hfq"),
+        path=folder,
+        says=["No space left", f"found {promised:,} bytes", "bytes; free some space"],
+    )
+    assert int(str(error.expected).split()[0].replace(",", "")) >= promised
+    assert names(folder) == []
+    monkeypatch.setattr(Disk, "f_bavail", promised + 100_000)
+    models.run(source, folder / "x.hfq")
+
+
+def test_a_second_job_on_the_same_output_is_refused(
+    source: Path, folder: Path, expected: dict[str, str]
+) -> None:
+    """Neither starting over nor going on may disturb the job that holds the files."""
+    packing, go_on = threading.Event(), threading.Event()
+
+    def progress(label: str, total: int) -> Any:
+        from contextlib import nullcontext
+
+        def advance(nbytes: int) -> None:
+            packing.set()
+            assert go_on.wait(20)
+
+        return nullcontext(advance)
+
+    first = threading.Thread(
+        target=models.run, args=(source, folder / "x.hfq"), kwargs={"progress": progress}
+    )
+    first.start()
+    try:
+        assert packing.wait(20)
+        with pytest.raises(UnfinishedError):
+            models.run(source, folder / "x.hfq")
+        for options in ({"force": True}, {"resume": True}):
+            check_refused(
+                LockedError,
+                lambda options=options: models.run(source, folder / "x.hfq", **options),  # type: ignore[misc]
+                path=folder / "x.hfq.partial",
+                says=["another ds4q process"],
+            )
+    finally:
+        go_on.set()
+        first.join()
+    assert models.digests(folder) == expected
+
+
+def test_a_lock_on_the_sidecar_alone_leaves_it_alone(source: Path, folder: Path) -> None:
+    """Another job may write x-dspark.hfq as its own trunk."""
+    other = PartialFile(folder / "x-dspark.hfq", 7)
+    other.allocate()
+    with pytest.raises(LockedError):
+        models.run(source, folder / "x.hfq", force=True)
+    assert (folder / "x-dspark.hfq.partial").stat().st_size == 7
+    assert not (folder / "x.hfq.journal").exists()
+    other.close()
+
+
+def test_a_read_only_folder_is_refused(source: Path, folder: Path) -> None:
+    """Root ignores modes, so the folder becomes a read-only mount where that can be had."""
+    if os.geteuid() == 0:
+        mount = ["mount", "--bind", "-o", "ro", str(folder), str(folder)]
+        if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("cannot mount here")
+        undo: Callable[[], object] = lambda: subprocess.run(["umount", str(folder)], check=True)  # noqa: E731
+    else:
+        folder.chmod(0o555)
+        undo = lambda: folder.chmod(0o755)  # noqa: E731
+    try:
+        if os.access(folder, os.W_OK):
+            pytest.skip("the mount is not read-only")
+        with pytest.raises(WriteError, match=r"Read-only file system|Permission denied") as caught:
+            models.run(source, folder / "x.hfq")
+        assert str(folder) in str(caught.value)
+        assert models.run(source, folder / "x.hfq", dry_run=True).plan.outputs
+        assert names(folder) == []
+    finally:
+        undo()
+
+
+# ---------------------------------------------------------------- failing system calls
+
+
+class Failing:
+    """Counts the calls of some functions of ``os``; the chosen one raises."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, call: str = "", n: int = 0, code: int = 0):
+        self.counts: Counter[str] = Counter()
+        self.lock = threading.Lock()
+        for name in CALLS:
+            patch.setattr(os, name, self._wrapped(name, getattr(os, name), name == call, n, code))
+
+    def _wrapped(self, name: str, real: Any, chosen: bool, n: int, code: int) -> Any:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
+            with self.lock:
+                self.counts[name] += 1
+                due = chosen and self.counts[name] == n
+            if due:
+                raise OSError(code, os.strerror(code))
+            return real(*arguments, **options)
+
+        return wrapper
+
+
+@pytest.fixture(scope="module")
+def counts(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
+    """How often a job that runs through makes each call."""
+    with pytest.MonkeyPatch.context() as patch:
+        failing = Failing(patch)
+        models.run(source, tmp_path_factory.mktemp("counts") / "x.hfq")
+    return failing.counts
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "io"])
+@pytest.mark.parametrize("replacing", [False, True], ids=["fresh", "replacing"])
+def test_each_failing_call_is_one_error_and_leaves_nothing_behind(
+    call: str,
+    code: int,
+    replacing: bool,
+    source: Path,
+    counts: Counter[str],
+    expected: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """Up to the first rename everything is removed, and old output stays as it was.
+
+    From then on only --resume can put things right, so what it needs stays.
+    """
+    other = models.mini(tmp_path / "other", seed=9)
+    assert counts[call]
+    for n in range(1, counts[call] + 1):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        if replacing:
+            models.run(other, folder / "x.hfq")
+        before = models.digests(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            Failing(patch, call, n, code)
+            with pytest.raises(WriteError) as caught:
+                models.run(source, folder / "x.hfq", force=replacing)
+        text = str(caught.value)
+        assert text.isprintable()
+        assert os.strerror(code) in text
+        if code == errno.ENOSPC:
+            needed = models.run(source, tmp_path / "z.hfq", dry_run=True).plan.file_bytes
+            assert f"needs {needed:,} bytes" in text
+        found = models.digests(folder)
+        if found == before:
+            assert "nothing was left behind" in text
+            continue
+        assert call in ("replace", "fsync"), n
+        assert n > 1
+        assert "again with --resume" in text
+        for name in expected:
+            assert found.get(name) in (before.get(name), expected[name]), name
+        models.run(source, folder / "x.hfq", resume=True)
+        assert models.digests(folder) == expected
+
+
+def test_a_file_size_limit_is_reported(
+    source: Path, folder: Path, expected: dict[str, str]
+) -> None:
+    """The limit of the shell (ulimit -f) shows first where the files get their length."""
+    import resource
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, before[1]))
+    try:
+        with pytest.raises(WriteError) as caught:
+            models.run(source, folder / "x.hfq")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    needed = models.run(source, folder / "x.hfq", dry_run=True).plan.file_bytes
+    assert "File too large" in str(caught.value)
+    assert f"needs {needed:,} bytes" in str(caught.value)
+    assert names(folder) == []
+
+
+@pytest.fixture
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 200 KiB; the small model needs a little more."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a small file system here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_seen_before_work(source: Path, small_disk: Path) -> None:
+    with pytest.raises(SpaceError, match="No space left"):
+        models.run(source, small_disk / "x.hfq")
+    assert names(small_disk) == []
+
+
+def test_a_disk_that_fills_up_meanwhile(
+    source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Disk:
+        f_bavail, f_frsize = 1 << 30, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Disk())
+    with pytest.raises(WriteError, match="No space left on device; the job needs"):
+        models.run(source, small_disk / "x.hfq")
+    assert names(small_disk) == []
+
+
+def test_failing_clean_up_does_not_hide_what_went_wrong(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with pytest.MonkeyPatch.context() as patch:
+        Failing(patch, "pwrite", 2, errno.EIO)
+        patch.setattr(os, "unlink", refuse)
+        with pytest.raises(WriteError, match="Input/output error"):
+            models.run(source, folder / "x.hfq")
+
+
+# ---------------------------------------------------------------- a source that does not hold still
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_shard_that_is_cut_while_it_is_read(
+    threads: int, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = models.mini(tmp_path / "s")
+    shard = source / "model-weights.safetensors"
+    real = os.pwrite
+
+    def cut(*arguments: Any) -> int:
+        os.truncate(shard, 10)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", cut)
+    check_refused(
+        SourceReadError,
+        lambda: models.run(source, folder / "x.hfq", threads=threads),
+        path=shard,
+        says=["shard ended during a read"],
+    )
+    assert names(folder) == []
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "removed"])
+def test_a_shard_that_changes_while_it_is_read(
+    how: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = models.mini(tmp_path / "s")
+    shard = source / "model-scales.safetensors"
+    real, once = os.pwrite, threading.Event()
+
+    def change(*arguments: Any) -> int:
+        if not once.is_set():
+            once.set()
+            data = shard.read_bytes()
+            if how == "written":
+                shard.write_bytes(data)
+                os.utime(shard, (1, 1))
+            else:
+                shard.unlink()
+            if how == "replaced":
+                shard.write_bytes(data)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", change)
+    check_refused(
+        ChangedSourceError,
+        lambda: models.run(source, folder / "x.hfq"),
+        path=shard,
+        says=["source changed while it was read"],
+    )
+    assert names(folder) == []
+
+
+def test_a_disk_that_fails_to_read(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+    calls = Counter[str]()
+
+    def preadv(fd: int, *more: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("weights.safetensors"):
+            calls["reads"] += 1
+            if calls["reads"] == 6:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, *more)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(SourceReadError, match="read failed: Input/output error"):
+        models.run(source, folder / "x.hfq")
+    assert names(folder) == []
+
+
+def test_an_error_of_the_plan_writes_nothing(source: Path, folder: Path) -> None:
+    with pytest.raises(JobError):
+        models.run(source, folder / "x.hfq", include=["no.such"])
+    with pytest.raises(Ds4qError):
+        models.run(source.parent / "no-such", folder / "x.hfq")
+    assert names(folder) == []
