@@ -167,7 +167,10 @@ def _attend_fast(
     heads, width = q.shape[1:]
     blocks = (heads + LANES - 1) // LANES
     padded = (width + LANES - 1) // LANES * LANES
-    groups = (reach + counts.max() + ROWS - 1) // ROWS
+    most = 0
+    for t in range(counts.shape[0]):
+        most = max(most, counts[t])
+    groups = (reach + most + ROWS - 1) // ROWS
     scale = np.float32(width**-0.5)
     # Rows, columns and lanes past the live ones never mix with these; zeros keep out denormals,
     # which would slow down their tiles.

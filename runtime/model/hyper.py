@@ -44,18 +44,32 @@ def _scale_rows(c: F32, eps: np.float32) -> None:
 
 
 @jit
+def _scale_columns(c: F32, eps: np.float32) -> None:
+    for k in range(c.shape[1]):
+        total = eps
+        for j in range(c.shape[0]):
+            total += c[j, k]
+        for j in range(c.shape[0]):
+            c[j, k] /= total
+
+
+@jit
 def sinkhorn_inplace(c: F32, iterations: int, eps: np.float32) -> None:
     """``sinkhorn_reference`` of one [n, n] matrix, in place."""
     for j in range(c.shape[0]):
-        top = c[j].max()
+        top = c[j, 0]
+        for k in range(c.shape[1]):
+            top = max(top, c[j, k])
         for k in range(c.shape[1]):
             c[j, k] = np.exp(c[j, k] - top)
     _scale_rows(c, np.float32(0.0))
-    c += eps
-    _scale_rows(c.T, eps)
+    for j in range(c.shape[0]):
+        for k in range(c.shape[1]):
+            c[j, k] += eps
+    _scale_columns(c, eps)
     for _ in range(iterations - 1):
         _scale_rows(c, eps)
-        _scale_rows(c.T, eps)
+        _scale_columns(c, eps)
 
 
 def _sigmoid(x: F32) -> F32:

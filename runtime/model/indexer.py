@@ -132,6 +132,32 @@ def select_reference(
 
 
 @jit
+def _ascending_at(values: F32, rank: int) -> np.float32:
+    """``values`` sorted, at ``rank``, by Hoare's selection; reorders ``values``."""
+    # numba's own partition and sort would do, for eight seconds of compilation.
+    low, high = 0, values.shape[0] - 1
+    while low < high:
+        pivot = values[(low + high) // 2]
+        i, j = low, high
+        while i <= j:
+            while values[i] < pivot:
+                i += 1
+            while values[j] > pivot:
+                j -= 1
+            if i <= j:
+                values[i], values[j] = values[j], values[i]
+                i += 1
+                j -= 1
+        if rank <= j:
+            high = j
+        elif rank >= i:
+            low = i
+        else:
+            break
+    return values[rank]
+
+
+@jit
 def _select_fast(scores: F32, first: int, ratio: int, topk: int, chosen: I64, counts: I64) -> None:
     for t in range(scores.shape[0]):
         seen = (first + t + 1) // ratio
@@ -141,7 +167,7 @@ def _select_fast(scores: F32, first: int, ratio: int, topk: int, chosen: I64, co
             counts[t] = seen
             continue
         row = scores[t, :seen]
-        least = np.partition(row, seen - topk)[seen - topk]
+        least = _ascending_at(row.copy(), seen - topk)
         ties = topk
         for i in range(seen):
             if row[i] > least:
