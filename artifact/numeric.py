@@ -6,8 +6,6 @@ point specification 1.0 (the "FN" variant: no infinity, 0x7F and 0xFF are NaN).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -51,9 +49,3 @@ def unpack_nibbles(packed: U8) -> U8:
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> F32Array:
     """Exact: a BF16 is the upper half of an F32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def f32_to_bf16_exact(values: F32Array) -> tuple[npt.NDArray[np.uint16], npt.NDArray[Any]]:
-    """BF16 bits of ``values`` and a mask of those that BF16 does not hold exactly."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    return (bits >> 16).astype(np.uint16), (bits & 0xFFFF) != 0

@@ -7,7 +7,7 @@ hipfire's; ``FORMAT.md`` has the table.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,17 +22,6 @@ BLOCK = 32
 BLOCK_BYTES = 17
 CODE_BYTES = 16
 NAN_SCALE = 255
-
-
-class EdgeCounts(NamedTuple):
-    """Blocks at the ends of the E8M0 range, where a careless decoder goes wrong.
-
-    ``tiny``: scale byte 0 or 1 with a nonzero code (subnormal in float32). ``overflow``: scale byte
-    253 with a code of magnitude >= 4, or 254 with one >= 2 (beyond float32).
-    """
-
-    tiny: int
-    overflow: int
 
 
 def row_header(k: int) -> U8:
@@ -119,6 +108,11 @@ _first_bad_row = FastPath(_first_bad_row_reference, _first_bad_row_fast)
 
 
 def _scan_reference(rows: U8) -> tuple[int, int, int]:
+    """First block with a NaN scale (row * K/32 + block, or -1), and two counts of edge blocks.
+
+    The counts tell where a careless decoder goes wrong: scale byte 0 or 1 with a nonzero code
+    (subnormal in float32), and 253 with a code of magnitude >= 4 or 254 with one >= 2 (beyond it).
+    """
     blocks = _blocks(rows)
     scale = blocks[:, :, 0]
     largest = (unpack_nibbles(blocks[:, :, 1:]) & 7).max(axis=2)  # magnitude code 0..7
@@ -236,12 +230,6 @@ def first_difference(codes: U8, scales: U8, rows: U8) -> tuple[int, int] | None:
         (found_codes[0] == codes[row]).reshape(-1, CODE_BYTES).all(axis=1)
     )
     return row, int(np.argmin(same))
-
-
-def edge_counts(rows: U8) -> EdgeCounts:
-    """How many blocks of ``rows`` lie at the ends of the scale range."""
-    _, tiny, overflow = scan(rows)
-    return EdgeCounts(tiny, overflow)
 
 
 class Hfp4Codec(Codec):

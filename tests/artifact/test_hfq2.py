@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from ds4q.api import verify
 from ds4q.artifact.errors import ArtifactError, MetadataError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.hfq2 import (
@@ -137,6 +138,20 @@ def test_scalar_and_empty_payload_are_hashed(tmp_path: Path) -> None:
     with Reader(File(odd, version=2).write(tmp_path)) as reader:
         one, two = (quantization_hash(reader, scope) for scope in HASH_SCOPES)
     assert one != two
+
+
+def test_verify_checks_the_hash_where_there_is_one(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir()
+    bad.mkdir()
+    found = {}
+    for folder, declared in ((good, declaration()), (bad, declaration("0" * 16))):
+        report = verify(with_hash(folder, declared))
+        found[folder.name] = {check.name: check.ok for check in report.checks}
+    assert found["good"]["quantization-hash"] is True
+    assert found["bad"]["quantization-hash"] is False
+    plain = verify(File(TENSORS, version=2).write(tmp_path))
+    assert "quantization-hash" not in {check.name for check in plain.checks}
 
 
 # ------------------------------------------------------------------ the tail

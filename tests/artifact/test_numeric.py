@@ -6,15 +6,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ds4q.artifact.numeric import (
     E2M1,
     E4M3,
     E8M0,
     bf16_to_f32,
-    f32_to_bf16_exact,
     unpack_nibbles,
 )
 from tests.checks import same_bits
@@ -108,14 +105,3 @@ def test_bf16_every_pattern_is_the_upper_half() -> None:
     patterns = np.arange(65536, dtype=np.uint16)
     values = bf16_to_f32(patterns)
     assert (bits(values) == patterns.astype(np.uint32) << 16).all()
-    back, inexact = f32_to_bf16_exact(values)
-    same_bits(back, patterns)
-    assert not inexact.any()
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1))
-def test_f32_that_bf16_does_not_hold_is_marked(words: list[int]) -> None:
-    values = np.array(words, dtype=np.uint32).view(np.float32)
-    upper, inexact = f32_to_bf16_exact(values)
-    assert upper.tolist() == [word >> 16 for word in words]
-    assert inexact.tolist() == [word & 0xFFFF != 0 for word in words]

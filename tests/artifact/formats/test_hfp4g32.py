@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ds4q.artifact.errors import PayloadSizeError, PayloadValueError
 from ds4q.artifact.formats import codec_for, hfp4g32
-from ds4q.artifact.formats.hfp4g32 import EdgeCounts
 from ds4q.artifact.numeric import E2M1
 from ds4q.artifact.types import HFP4G32
 from tests.artifact.build import source_tensors
@@ -108,7 +107,7 @@ def test_c09_ends_of_the_scale_range(cases_dir: Path) -> None:
     assert values[7, 3] == np.float32(2.5521178e38)
     assert np.isinf(values[7, 4])
     CODEC.validate(rows.reshape(-1), (1, 256))
-    assert hfp4g32.edge_counts(rows) == EdgeCounts(tiny=2, overflow=2)
+    assert hfp4g32.scan(rows) == (-1, 2, 2)
     back = hfp4g32.unpack(rows)
     same_bits(back[0], codes)
     same_bits(back[1], scales)
@@ -309,7 +308,7 @@ def test_edge_counts(scale: int, code: int, expected: tuple[int, int], high: boo
     codes = bytearray(48)
     codes[16 + 13] = code << 4 if high else code
     rows = np.repeat(row(bytes([127, scale, 127]), bytes(codes)), 2, axis=0)
-    assert hfp4g32.edge_counts(rows) == EdgeCounts(2 * expected[0], 2 * expected[1])
+    assert hfp4g32.scan(rows)[1:] == (2 * expected[0], 2 * expected[1])
 
 
 # ------------------------------------------------------------------ validation
