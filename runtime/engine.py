@@ -160,9 +160,9 @@ class Engine:
             batch = tokens[start : start + self._batch_tokens]
             streams = self._advance(state, batch, trace)
             if logits == "all":
-                out[start : start + len(batch)] = self._head(streams, trace)
+                out[start : start + len(batch)] = self._head.forward(streams, trace)
             elif start + len(batch) == len(tokens):
-                out[:] = self._head(streams[-1:], trace)
+                out[:] = self._head.forward(streams[-1:], trace)
             state.position += len(batch)
         return out
 
@@ -173,9 +173,9 @@ class Engine:
             for ratio, frequencies in self._frequencies.items()
         }
         step = Step(ids, state.position, places, trace)
-        streams = self._embedding(ids)
+        streams = self._embedding.forward(ids)
         for block, cache in zip(self._blocks, state.layers, strict=True):
-            streams = block(streams, step, cache)
+            streams = block.forward(streams, step, cache)
         return streams
 
     def _checked_ids(self, state: State, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> I64:

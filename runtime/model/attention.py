@@ -272,7 +272,7 @@ class Attention:
         self._compressor = Compressor(parts, f"{name}.compressor", ratio, width) if ratio else None
         self._indexer = Indexer(parts, f"{name}.indexer", ratio) if ratio == 4 else None
 
-    def __call__(self, x: F32, step: Step, cache: LayerCache) -> F32:
+    def forward(self, x: F32, step: Step, cache: LayerCache) -> F32:
         """The sub-block's output [T, d] of its normed input ``x`` [T, d]; advances ``cache``."""
         c, linear, places = self._config, self._backend.linear, step.places[self._ratio]
         tokens = len(x)

@@ -27,10 +27,10 @@ class Block:
         self._around_experts = HyperConnection(parts, f"{name}.hc_ffn", f"{name}.ffn_norm.weight")
         self._experts = MoE(parts, layer)
 
-    def __call__(self, streams: F32, step: Step, cache: LayerCache) -> F32:
+    def forward(self, streams: F32, step: Step, cache: LayerCache) -> F32:
         """Streams [T, n, d] after the layer; advances ``cache``, changes no input."""
         collapsed, x, post, comb = self._around_attention.collapse(streams)
-        y = self._attention(x, step, cache)
+        y = self._attention.forward(x, step, cache)
         if step.trace is not None:
             step.trace(f"l{self._layer}.attn_in", collapsed)
             step.trace(f"l{self._layer}.attn_post", post)
@@ -38,7 +38,7 @@ class Block:
             step.trace(f"l{self._layer}.attn_out", y)
         streams = expand(streams, y, post, comb)
         collapsed, x, post, comb = self._around_experts.collapse(streams)
-        y = self._experts(x, step)
+        y = self._experts.forward(x, step)
         streams = expand(streams, y, post, comb)
         if step.trace is not None:
             step.trace(f"l{self._layer}.ffn_in", collapsed)

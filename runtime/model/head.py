@@ -23,7 +23,7 @@ class Embedding:
         self._codec = codec_for(self._weight.type_id)
         self._streams = c.hc_mult
 
-    def __call__(self, ids: I64) -> F32:
+    def forward(self, ids: I64) -> F32:
         """Streams [T, n, d]: n equal copies of each token's row. ``ids`` are in range."""
         shape = (len(ids), self._weight.cols)
         rows = self._codec.decode(self._rows[ids].reshape(-1), shape)
@@ -43,7 +43,7 @@ class Head:
         self._norm = source.values("norm.weight", c.hidden_size)
         self._weight = source.matrix("head.weight", c.vocab_size, c.hidden_size)
 
-    def __call__(self, streams: F32, trace: Trace | None) -> F32:
+    def forward(self, streams: F32, trace: Trace | None) -> F32:
         """Logits [T, vocab] of the final streams [T, n, d]."""
         c = self._config
         mix = self._backend.linear(self._fn, streams.reshape(len(streams), -1))

@@ -134,7 +134,7 @@ class MoE:
             )
         }
 
-    def __call__(self, x: F32, step: Step) -> F32:
+    def forward(self, x: F32, step: Step) -> F32:
         """The sub-block's output [T, d] of its normed input ``x`` [T, d]."""
         c, backend = self._config, self._backend
         logits = backend.linear(self._gate, x)

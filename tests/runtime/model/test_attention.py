@@ -127,7 +127,7 @@ def test_trace_of_attention(
     norm, eps = operators.attention_norms[layer], operators.config.rms_norm_eps
     x = rms_norm(trace[f"l{layer}.attn_in"], norm, eps)
     cache = LayerCache(operators.config, layer, batch=len(prompt), max_context=None)
-    found = operator(x, operators.step(prompt, seen.__setitem__), cache)
+    found = operator.forward(x, operators.step(prompt, seen.__setitem__), cache)
     assert np.abs(found - trace[f"l{layer}.attn_out"]).max() < TRACE
     for name in (f"l{layer}.compressed_kv", f"l{layer}.index_topk"):
         assert (name in seen) == (layer > 0)

@@ -18,7 +18,7 @@ def test_embedding_copies_rows_to_all_streams(
 ) -> None:
     kind, shape, payload = pack(DATA / "ds4-random")["embed.weight"]
     rows = codec_for(kind.id).decode(payload, shape)
-    streams = operators.embedding(prompt[:9])
+    streams = operators.embedding.forward(prompt[:9])
     assert streams.shape == (9, 4, 256)
     assert streams.dtype == np.float32
     for k in range(4):
@@ -27,7 +27,7 @@ def test_embedding_copies_rows_to_all_streams(
 
 def test_trace_of_the_head(path: str, operators: Operators, trace: Trace) -> None:
     seen: dict[str, Any] = {}
-    logits = operators.head(trace["l5.streams_tail"], seen.__setitem__)
+    logits = operators.head.forward(trace["l5.streams_tail"], seen.__setitem__)
     assert np.abs(seen["hc_head_out"] - trace["hc_head_out"][-32:]).max() < 2e-4
     assert np.abs(seen["final_norm"] - trace["final_norm"][-32:]).max() < 2e-4
     expected = np.load(DATA / "ds4-random" / "logits.npy")[-32:]

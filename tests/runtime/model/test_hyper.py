@@ -114,7 +114,7 @@ def test_paths_agree(n: int, d: int) -> None:
 def test_trace_of_collapse(
     path: str, operators: Operators, trace: Trace, prompt: npt.NDArray[np.int64], layer: int
 ) -> None:
-    before = trace[f"l{layer - 1}.streams"] if layer else operators.embedding(prompt)
+    before = trace[f"l{layer - 1}.streams"] if layer else operators.embedding.forward(prompt)
     collapsed, _, post, comb = operators.around_attention[layer].collapse(before)
     assert np.abs(collapsed - trace[f"l{layer}.attn_in"]).max() < TRACE
     assert np.abs(post - trace[f"l{layer}.attn_post"]).max() < TRACE
@@ -127,7 +127,7 @@ def test_trace_of_expand(
 ) -> None:
     """Through both sub-blocks' mixes, with their outputs taken from the trace."""
     name = f"l{layer}"
-    before = trace[f"l{layer - 1}.streams"] if layer else operators.embedding(prompt)
+    before = trace[f"l{layer - 1}.streams"] if layer else operators.embedding.forward(prompt)
     between = hyper.expand(
         before, trace[f"{name}.attn_out"], trace[f"{name}.attn_post"], trace[f"{name}.attn_comb"]
     )

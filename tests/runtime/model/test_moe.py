@@ -65,12 +65,12 @@ def test_trace_of_experts(
 ) -> None:
     """Two hash layers and a learned one."""
     name, seen = f"l{layer}", dict[str, Any]()
-    before = trace[f"l{layer - 1}.streams"] if layer else operators.embedding(prompt)
+    before = trace[f"l{layer - 1}.streams"] if layer else operators.embedding.forward(prompt)
     between = hyper.expand(
         before, trace[f"{name}.attn_out"], trace[f"{name}.attn_post"], trace[f"{name}.attn_comb"]
     )
     x = operators.around_experts[layer].collapse(between)[1]
-    found = operators.experts[layer](x, operators.step(prompt, seen.__setitem__))
+    found = operators.experts[layer].forward(x, operators.step(prompt, seen.__setitem__))
     assert np.abs(found - trace[f"{name}.ffn_out"]).max() < TRACE
     assert np.abs(seen[f"{name}.routed_out"] - trace[f"{name}.routed_out"]).max() < TRACE
     order = np.argsort(seen[f"{name}.route_idx"], axis=1)
