@@ -51,7 +51,7 @@ def write(folder: Path, experts: int = 256, embedding: bool = True) -> int:
     shards = {"model-00002-of-00002.safetensors": scales + weights}
     embed = [("embed.weight", "BF16", [VOCAB, HIDDEN], VOCAB * HIDDEN * 2)]
     shards["model-00001-of-00002.safetensors"] = embed if embedding else []
-    names = {}
+    names: dict[str, str] = {}
     for seed, (name, tensors) in enumerate(sorted(shards.items())):
         _write(folder / name, tensors, seed)
         names |= {tensor[0]: name for tensor in tensors}

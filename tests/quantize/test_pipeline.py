@@ -305,7 +305,7 @@ def test_a_partial_file_that_was_cut_is_noticed(
 def test_data_are_pushed_to_the_disk_while_packing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "SYNC_BYTES", 1)
+    monkeypatch.setattr(pipeline, "SYNC_SECONDS", 0.01)
     synced = threading.Event()
     real_sync, real_pack = PartialFile.sync, convert.pack
 
@@ -332,7 +332,7 @@ def test_a_failed_sync_on_the_way_fails_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel tells of a lost write once: the call that hears it must not be forgotten."""
-    monkeypatch.setattr(pipeline, "SYNC_BYTES", 1)
+    monkeypatch.setattr(pipeline, "SYNC_SECONDS", 0.01)
     failed = threading.Event()
     real_sync, real_pack = PartialFile.sync, convert.pack
 
