@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -396,7 +396,10 @@ class Reader:
                     expected=f"{at} bytes",
                     found=f"{self.file_bytes}",
                 )
-            self.tensors[entry.name] = replace(entry, offset=start)
+            # dataclasses.replace would take a third of the time of opening a large index.
+            self.tensors[entry.name] = TensorEntry(
+                entry.name, entry.type_id, entry.shape, entry.group_size, entry.nbytes, start
+            )
         self.payload_end = max(
             (e.offset + e.nbytes for e in self.tensors.values()), default=self.data_offset
         )

@@ -21,7 +21,8 @@ BLANK_DIGEST = " " * 32  # what metadata_xxh3 is replaced by while it is compute
 # A whole string, a bracket, or a quote that opens a string without an end. Possessive: the scan
 # keeps no state for each escape, and never tries a second way to read the same bytes.
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}\[\]]', re.DOTALL)
-_DIGEST = re.compile(rb'(?<="metadata_xxh3":")([0-9a-f]{32}|[ ]{32})(?=")')
+_DIGEST_KEY = b'"metadata_xxh3":"'
+_DIGEST = re.compile(rb'(?:[0-9a-f]{32}|[ ]{32})"')
 
 
 def canonical(value: Any) -> bytes:
@@ -57,10 +58,16 @@ def front_digest(header: bytes, index: bytes) -> str:
 
 def metadata_digest(raw: bytes) -> str | None:
     """xxh3-128 (hex) of ``raw`` with ``metadata_xxh3`` blanked; None where it is not there once."""
-    parts = _DIGEST.split(raw)
-    if len(parts) != 3:
+    if raw.count(_DIGEST_KEY) != 1:
         return None
-    return xxhash.xxh3_128(parts[0] + BLANK_DIGEST.encode() + parts[2]).hexdigest()
+    start = raw.index(_DIGEST_KEY) + len(_DIGEST_KEY)
+    end = start + len(BLANK_DIGEST)
+    if not _DIGEST.fullmatch(raw, start, end + 1):
+        return None
+    hasher = xxhash.xxh3_128(memoryview(raw)[:start])
+    hasher.update(BLANK_DIGEST.encode())
+    hasher.update(memoryview(raw)[end:])
+    return hasher.hexdigest()
 
 
 def parse_metadata(raw: bytes, path: object = None) -> dict[str, Any]:

@@ -199,6 +199,7 @@ RULINGS = [
         LEGAL.but(data_offset=32 + 13 + 4 + 28 + 32, padding=b""),
         ("entry 1 runs past data_offset",),
         variants=(
+            LEGAL.but(data_offset=32 + 13 + 4 + 28 + 31, padding=b""),
             LEGAL.but(data_offset=32 + 13 + 2, padding=b""),
             File([Tensor(name_length=65535)]),
             LEGAL.but(version=2, data_offset=32 + 13 + 4 + 28 + 32, padding=b""),
