@@ -131,17 +131,17 @@ def walk(
         finally:
             gate.finish(entry.offset)
 
-    def digest() -> str | None:
-        if not sha256:
-            return None
+    def digest() -> str:
         return sha256_stream(reader.pread_into, reader.file_bytes, before=gate.hashed)
 
-    work: list[Future[Any]] = []
-    with ThreadPoolExecutor(threads + 1) as pool:
+    hashing: list[Future[str]] = []
+    work: list[Future[None]] = []
+    with ThreadPoolExecutor(threads + sha256) as pool:
         try:  # a stop may come while work is still being handed out
-            hashing = pool.submit(digest)
+            hashing += [pool.submit(digest)] if sha256 else []
             work.extend(pool.submit(look, number) for number in range(len(entries)))
-            wait([hashing, *work], return_when=FIRST_EXCEPTION)
+            every: list[Future[Any]] = [*hashing, *work]
+            wait(every, return_when=FIRST_EXCEPTION)
         finally:
             gate.close()
             for future in work:
@@ -153,7 +153,7 @@ def walk(
     for (_, v), failures in sorted(found.items()):
         for failure in failures:
             visitors[v].check.fail(failure)
-    return hashing.result()
+    return hashing[0].result() if hashing else None
 
 
 _local = threading.local()

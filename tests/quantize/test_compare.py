@@ -19,7 +19,7 @@ from ds4q.artifact.types import BF16, F16, F32, HFP4G32
 from ds4q.quantize.compare import check_inventory, place
 from ds4q.quantize.recipe import RECIPES
 from tests.quantize import models
-from tests.quantize.builders import RANDOM, TINY
+from tests.quantize.builders import RANDOM
 from tests.quantize.damage import Payloads, flip, rebuild
 
 W1 = "layers.0.ffn.experts.0.w1.weight"
@@ -73,24 +73,6 @@ def test_each_recipe_equals_its_source(
         held = models.mini_tensors()
         sizes = [len(t.data) for n, t in held.items() if n.rsplit(".", 1)[0] in mine or n in mine]
         assert check.figures["source_bytes"] == sum(sizes)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("model", [TINY, RANDOM], ids=lambda path: path.name)
-def test_the_whole_models_under_every_recipe(model: Path, recipe: str, tmp_path: Path) -> None:
-    models.run(model, tmp_path / "x.hfq", recipe=recipe, allow_partial=False, threads=2)
-    made = sorted(tmp_path.glob("*.hfq"))
-    assert len(made) == (2 if model is RANDOM else 1)
-    for path in made:
-        report = api.verify(path, source=model, threads=2)
-        assert report.failure_lines() == []
-        assert [check.name for check in report.checks] == [
-            "structure",
-            "inventory",
-            "payload",
-            "receipt",
-            "source",
-        ]
 
 
 def test_a_source_with_prefixed_names_is_the_same_source(source: Path, tmp_path: Path) -> None:
