@@ -66,12 +66,17 @@ def ds4q(*words: object) -> int:
 class Files:
     """The layer, and where each side puts its output."""
 
-    def __init__(self, folder: Path, experts: int, embedding: bool = True) -> None:
+    def __init__(self, folder: Path, experts: int) -> None:
         self.source = folder / f"source-{experts}"
         self.out = folder / f"out-{experts}.hfq"
         self.copy = folder / f"copy-{experts}"
         if not self.source.exists():
-            flash_layer.write(self.source, experts, embedding)
+            # In a process of its own: a child's peak memory counts that of the parent it came from.
+            program = "import sys, pathlib, benchmarks.flash_layer as f; "
+            program += "f.write(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
+            subprocess.run(
+                [sys.executable, "-c", program, str(self.source), str(experts)], check=True
+            )
         self.shards = sorted(self.source.glob("*.safetensors"))
 
     @property
@@ -153,7 +158,7 @@ def memory(folder: Path) -> list[tuple[str, int, float]]:
     """(command, experts, peak MiB) of each command for two sizes; they should not differ."""
     peaks = []
     for experts in MEMORY_EXPERTS:
-        files = Files(folder, experts, embedding=True)
+        files = Files(folder, experts)
         files.remove_outputs()
         measured = (
             ("quantize", files.quantize()),

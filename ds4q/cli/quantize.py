@@ -15,6 +15,7 @@ from ds4q.cli import common
 if TYPE_CHECKING:
     from ds4q.quantize.job import Summary
 
+PRIMED_SHARDS = 2  # the job begins with the first; more would only get in its way
 RECIPES = ("fp4", "fp4-q8", "fp4-f16")
 
 
@@ -94,6 +95,9 @@ def command(
     """
     if resume and force:
         raise click.UsageError("--resume goes on with a job, --force starts over: give one of them")
+    from ds4q.artifact.readahead import prime
+
+    prime(sorted(source.glob("*.safetensors"))[:PRIMED_SHARDS])
     from ds4q.api import quantize
     from ds4q.quantize.journal import journal_path
 
