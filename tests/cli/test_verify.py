@@ -252,7 +252,8 @@ def test_a_file_that_changes_meanwhile(
 
     def disturb(*arguments: Any) -> Any:
         if how == "replaced":
-            os.replace(shutil.copy(artifact, tmp_path / "copy"), artifact)
+            copy = shutil.copy(artifact, tmp_path / f"copy{threading.get_ident()}")
+            os.replace(copy, artifact)
         elif how == "appended":
             with artifact.open("ab") as file:
                 file.write(b"x")
