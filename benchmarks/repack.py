@@ -30,13 +30,13 @@ from benchmarks.harness import Recorder, Times, alternate
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.formats import hfp4g32
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.types import HFP4G32
+from ds4q.artifact.types import HFP4G32, row_runs
+from ds4q.quantize.rows import CHUNK_BYTES
 
 QUANTIZE_TARGET = 1.25
 VERIFY_TARGET = 1.5
 KERNEL_TARGET = 0.8
 KERNEL_BYTES = 288 << 20
-KERNEL_ROWS = 256  # half of what the pipeline packs at a time: output stays in the core's cache
 MEMORY_TARGET_MIB = 400
 MEMORY_EXPERTS = (64, 256)
 
@@ -172,16 +172,17 @@ def memory(folder: Path) -> list[tuple[str, int, float]]:
 def kernel(repeats: int) -> tuple[dict[str, Times], float]:
     """Repack against memcpy of the same bytes, one thread; the source bytes of one repetition.
 
-    Both write to an output that is used again, as the pipeline does, so that reading the source
-    from memory is what both have to do.
+    Both go by runs of rows as long as the pipeline's, into an output that is used again, as it
+    does: what both have to do is to read the source from memory.
     """
     k, rng = flash_layer.HIDDEN, np.random.default_rng(0)
-    rows = KERNEL_BYTES // (k // 2 + k // 32) // KERNEL_ROWS * KERNEL_ROWS
+    _, step = next(iter(row_runs(1 << 20, HFP4G32.row_bytes(k), CHUNK_BYTES)))
+    rows = KERNEL_BYTES // (k // 2 + k // 32) // step * step
     codes = np.frombuffer(rng.bytes(rows * k // 2), np.uint8).reshape(rows, k // 2)
     scales = np.frombuffer(rng.bytes(rows * k // 32), np.uint8).reshape(rows, k // 32)
-    packed = np.empty((KERNEL_ROWS, HFP4G32.row_bytes(k)), np.uint8)
-    copies = np.empty(KERNEL_ROWS * k // 2, np.uint8), np.empty(KERNEL_ROWS * k // 32, np.uint8)
-    runs = [slice(first, first + KERNEL_ROWS) for first in range(0, rows, KERNEL_ROWS)]
+    packed = np.empty((step, HFP4G32.row_bytes(k)), np.uint8)
+    copies = np.empty(step * k // 2, np.uint8), np.empty(step * k // 32, np.uint8)
+    runs = [slice(first, first + step) for first in range(0, rows, step)]
 
     def repack() -> None:
         for run in runs:

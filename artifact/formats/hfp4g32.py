@@ -50,7 +50,8 @@ def _repack_fast(codes: U8, scales: U8, header: U8, rows: U8) -> None:
     m, n = scales.shape
     quads = n // 4
     for r in range(m):
-        rows[r, :ROW_HEADER_BYTES] = header
+        for i in range(ROW_HEADER_BYTES):  # a slice assignment would cost as much as the row
+            rows[r, i] = header[i]
         code_at = np.uintp(codes[r].ctypes.data)
         scale_at = np.uintp(scales[r].ctypes.data)
         out_at = np.uintp(rows[r].ctypes.data) + np.uintp(ROW_HEADER_BYTES)
@@ -174,15 +175,10 @@ _decode = FastPath(_decode_reference, _decode_fast)
 def _check_shapes(codes: U8, scales: U8, rows: U8 | None) -> None:
     """The compiled kernels take addresses: a wrong shape would reach beyond the arrays."""
     m, n = scales.shape if scales.ndim == 2 else (len(scales), 0)
-    row_bytes = HFP4G32.row_bytes(n * BLOCK)
-    expected = [(m, n * CODE_BYTES), (m, n), (m, row_bytes)]
-    arrays = [codes, scales] if rows is None else [codes, scales, rows]
-    for array, shape in zip(arrays, expected, strict=False):
-        if (
-            array.shape != shape
-            or array.dtype != np.uint8
-            or not all(row.flags.c_contiguous for row in array[:1])
-        ):
+    shapes = (m, n * CODE_BYTES), (m, n), (m, HFP4G32.row_bytes(n * BLOCK))
+    arrays = (codes, scales) if rows is None else (codes, scales, rows)
+    for array, shape in zip(arrays, shapes, strict=False):
+        if array.shape != shape or array.dtype != np.uint8 or array.strides[1] != 1:
             raise PayloadSizeError(
                 "codes, scales and rows must be uint8, contiguous by row, and agree",
                 expected=shape,
