@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +63,15 @@ def command(
 
 
 def _starts_with(file: Path, magic: bytes) -> bool:
-    with file.open("rb") as stream:
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
         return stream.read(len(magic)) == magic
 
 
 def _layer(name: str) -> int | None:
-    from ds4q.quantize.deepseek4 import classify
+    from ds4q.quantize.deepseek4 import classify, weight_of_scale
 
-    info = classify(name)
+    info = classify(weight_of_scale(name) or name)
     return None if info is None else info.layer
 
 
@@ -190,7 +192,7 @@ def _brief(value: Any) -> Any:
 
 def _print(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     click.echo(
-        f"{document['path']}: {document['kind']}, {document['bytes']:,} bytes, "
+        f"{common.one_line(document['path'])}: {document['kind']}, {document['bytes']:,} bytes, "
         f"{document['tensors']:,} tensors"
     )
     for name, entry in document["types"].items():
