@@ -125,7 +125,8 @@ def has_dspark_keys(config: dict[str, Any]) -> bool:
 def _check_family(config: dict[str, Any], path: object) -> None:
     if "text_config" in config:
         inner = config["text_config"]
-        found = inner.get("model_type") if isinstance(inner, dict) else inner
+        nested = inner.get("model_type") if isinstance(inner, dict) else inner
+        found = config.get("model_type", nested)
         raise UnsupportedModelError("keys nested in text_config", path=path, found=repr(found))
     if "model_type" not in config:
         _refuse_lacking(["model_type"], path)

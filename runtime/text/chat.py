@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds4q.runtime.config import MODEL_TYPE
+from ds4q.quantize.config import MODEL_TYPE
 from ds4q.runtime.errors import ChatError
 from ds4q.runtime.text.pieces import (
     ASSISTANT,
