@@ -125,8 +125,7 @@ def has_dspark_keys(config: dict[str, Any]) -> bool:
 def _check_family(config: dict[str, Any], path: object) -> None:
     if "text_config" in config:
         inner = config["text_config"]
-        nested = inner.get("model_type") if isinstance(inner, dict) else inner
-        found = config.get("model_type", nested)
+        found = inner.get("model_type") if isinstance(inner, dict) else inner
         raise UnsupportedModelError("keys nested in text_config", path=path, found=repr(found))
     if "model_type" not in config:
         _refuse_lacking(["model_type"], path)

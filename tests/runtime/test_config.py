@@ -107,7 +107,7 @@ def test_other_arithmetic_is_refused(key: str, value: Any) -> None:
 
 
 def test_nested_config_is_refused() -> None:
-    config = {"model_type": "deepseek_v41", "text_config": RANDOM}
+    config = {"text_config": RANDOM | {"model_type": "deepseek_v41"}}
     check_refused(ConfigError, lambda: parse_config(config), says=["text_config", "deepseek_v41"])
 
 
