@@ -27,7 +27,7 @@ from ds4q.quantize.compare import SourceComparison, check_inventory
 from ds4q.quantize.errors import SourceError
 from ds4q.quantize.job import Job, Summary
 from ds4q.quantize.plan import DraftChoice, Options, make_plan
-from ds4q.quantize.recipe import RECIPES
+from ds4q.quantize.recipe import find_recipe
 
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
@@ -77,7 +77,7 @@ def quantize(
     SourceError : the checkpoint is not sound; nothing was written
     JobError, WriteError : the output cannot be placed or written
     """
-    options = Options(RECIPES[recipe], tuple(include), tuple(exclude), draft, allow_partial)
+    options = Options(find_recipe(recipe), tuple(include), tuple(exclude), draft, allow_partial)
     with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
         audited = audit(checkpoint, allow_partial=allow_partial)
         plan = make_plan(checkpoint, audited, Path(out), options, __version__)

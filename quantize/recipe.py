@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ds4q.artifact.types import BF16, F16, F32, HFP4G32, Q8F16, TIDI32, TensorType
 from ds4q.quantize.audit import Kind
 from ds4q.quantize.deepseek4 import Role
+from ds4q.quantize.errors import JobError
 
 # The large dense matrices, which hipfire's loader wants as Q8F16; the rest is F16 there.
 _LARGE_DENSE = frozenset(
@@ -61,3 +62,11 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (Recipe("fp4", None), Recipe("fp4-q8", Q8F16), Recipe("fp4-f16", F16))
 }
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of that name; ``JobError`` lists the names where there is none."""
+    if name not in RECIPES:
+        *some, last = RECIPES
+        raise JobError("unknown recipe", expected=f"{', '.join(some)} or {last}", found=name)
+    return RECIPES[name]

@@ -9,7 +9,8 @@ import pytest
 from ds4q.artifact.types import BF16, F16, F32, HFP4G32, Q8F16, TIDI32, TensorType
 from ds4q.quantize.audit import Kind
 from ds4q.quantize.deepseek4 import Role
-from ds4q.quantize.recipe import RECIPES
+from ds4q.quantize.errors import JobError
+from ds4q.quantize.recipe import RECIPES, find_recipe
 
 # What hipfire's default recipe stores as Q8F16; everything else that is dense is F16 there.
 LARGE = {
@@ -57,3 +58,10 @@ def test_every_kind_has_a_type() -> None:
     for recipe in RECIPES.values():
         for kind in get_args(Kind):
             assert isinstance(recipe.type_for(Role.NORM, kind), TensorType)
+
+
+def test_a_recipe_is_found_by_its_exact_name() -> None:
+    assert find_recipe("fp4-q8") is RECIPES["fp4-q8"]
+    for name in ("", "FP4", "fp4-", "q8"):
+        with pytest.raises(JobError, match=f"fp4, fp4-q8 or fp4-f16, found {name}"):
+            find_recipe(name)
