@@ -53,7 +53,8 @@ def write(folder: Path, experts: int = 256, embedding: bool = True) -> int:
     shards["model-00001-of-00002.safetensors"] = embed if embedding else []
     names: dict[str, str] = {}
     for seed, (name, tensors) in enumerate(sorted(shards.items())):
-        _write(folder / name, tensors, seed)
+        if tensors:  # a shard that the index does not name is refused
+            _write(folder / name, tensors, seed)
         names |= {tensor[0]: name for tensor in tensors}
     total = sum(tensor[3] for tensors in shards.values() for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": names}
