@@ -158,7 +158,7 @@ def test_signals_to_a_real_process(number: signal.Signals, status: int) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(number)
-        out, err = child.communicate(timeout=30)
+        out, err = child.communicate(timeout=120)
     assert child.returncode == status
     assert out == ""
     assert err.splitlines()[-1] == "go on with: --resume"
