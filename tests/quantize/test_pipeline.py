@@ -18,9 +18,12 @@ from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
 from ds4q.artifact.writer import PartialFile, WriteError
 from ds4q.quantize import convert, pipeline
+from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.errors import SourceError, SourceValueError
-from ds4q.quantize.pipeline import Hashers, source_digest
+from ds4q.quantize.pipeline import Hashers, Packed, source_digest
+from ds4q.quantize.plan import Options, make_plan
+from ds4q.quantize.recipe import RECIPES
 from tests.checks import check_refused
 from tests.quantize import models
 from tests.quantize.builders import RANDOM, listing_of
@@ -297,6 +300,26 @@ def test_a_partial_file_that_was_cut_is_noticed(
     with pytest.raises(api.Ds4qError, match=r"read back|shorter than planned"):
         models.run(source, tmp_path / "x.hfq")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_read_back_that_ends_early_is_noticed(source: Path, tmp_path: Path) -> None:
+    with Checkpoint.open(source, allow_partial=True) as checkpoint:
+        audited = audit(checkpoint, allow_partial=True)
+        out = tmp_path / "x.hfq"
+        plan = make_plan(checkpoint, audited, out, Options(RECIPES["fp4"]), "0")
+    file = PartialFile(out, plan.outputs[0].layout.file_bytes)
+    packed = Packed("0" * 32, (), convert.Events(), 0)
+    output = plan.outputs[0]
+    check = pipeline._ReadBack(file, output, [packed] * len(output.tensors))
+    check.seen(0, np.zeros(100, np.uint8))
+    check_refused(
+        WriteError,
+        check.finish,
+        path=tmp_path / "x.hfq.partial",
+        tensor=output.tensors[0].entry.name,
+        says=["too short"],
+    )
+    file.discard()
 
 
 # ---------------------------------------------------------------- syncing on the way

@@ -10,11 +10,13 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,20 @@ def test_another_job_is_not_taken_for_finished(
     models.run(source, out, exclude=["layers.0.ffn.experts.0."])
     with pytest.raises(api.Ds4qError, match="output exists"):
         models.run(source, out, resume=True, **change)
+
+
+def test_the_receipt_of_other_data_is_not_taken_for_this_jobs(source: Path, tmp_path: Path) -> None:
+    """Headers and routers are equal, so the fingerprint is too; an expert is not."""
+    tensors = models.mini_tensors()
+    name = "layers.0.ffn.experts.0.w1.weight"
+    held = tensors[name]
+    tensors[name] = held._replace(data=bytes(len(held.data)))
+    models.run(models.save(tmp_path / "s", tensors), tmp_path / "y.hfq")
+    out = tmp_path / "x.hfq"
+    models.run(source, out)
+    shutil.copy(tmp_path / "y.hfq.receipt", tmp_path / "x.hfq.receipt")
+    with pytest.raises(api.Ds4qError, match="output exists"):
+        models.run(source, out, resume=True)
 
 
 # ---------------------------------------------------------------- renames that were cut off
@@ -485,8 +501,6 @@ def test_a_stop_while_work_is_handed_out_ends_the_job(
     at: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing waits for tensors that were already queued, nor for the thread that syncs."""
-    from concurrent.futures import ThreadPoolExecutor
-
     real, calls = ThreadPoolExecutor.submit, 0
 
     def submit(self: Any, *arguments: Any) -> Any:
