@@ -307,14 +307,13 @@ def test_a_read_back_that_ends_early_is_noticed(source: Path, tmp_path: Path) ->
         audited = audit(checkpoint, allow_partial=True)
         out = tmp_path / "x.hfq"
         plan = make_plan(checkpoint, audited, out, Options(RECIPES["fp4"]), "0")
-    file = PartialFile(out, plan.outputs[0].layout.file_bytes)
-    packed = Packed("0" * 32, (), convert.Events(), 0)
     output = plan.outputs[0]
-    check = pipeline._ReadBack(file, output, [packed] * len(output.tensors))
-    check.seen(0, np.zeros(100, np.uint8))
+    file = PartialFile(out, output.layout.data_offset + 1)  # ends within the first tensor
+    file.allocate()
+    packed = [Packed("0" * 32, (), convert.Events(), 0)] * len(output.tensors)
     check_refused(
         WriteError,
-        check.finish,
+        lambda: pipeline.seal(file, output, plan, packed, "0" * 64),
         path=tmp_path / "x.hfq.partial",
         tensor=output.tensors[0].entry.name,
         says=["too short"],
