@@ -232,6 +232,7 @@ class PartialFile:
     def sync(self) -> None:
         """Force what was written to the disk."""
         os.fsync(self.fd)
+        os.close(os.dup(self.fd))  # some file systems tell of a lost write at a close; we stay open
 
     def close(self) -> None:
         """Release the lock; the file stays."""

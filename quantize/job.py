@@ -375,10 +375,13 @@ class Job:
                 journal_path(self.out).unlink(missing_ok=True)
 
     def _close(self) -> None:
-        for file in self._files:
-            file.close()
+        """Let go of the files. Everything that counts was synced: a failing close loses nothing."""
+        held: list[PartialFile | Journal] = [*self._files]
         if self._journal is not None:
-            self._journal.close()
+            held.append(self._journal)
+        for file in held:
+            with suppress(OSError):
+                file.close()
 
     def _write_error(self, error: OSError) -> Ds4qError:
         """An operating system error as one line with the bytes that the job needs."""

@@ -386,6 +386,42 @@ def test_each_failing_call_is_one_error_and_leaves_nothing_behind(
         assert models.digests(folder) == expected
 
 
+def close_fails(patch: pytest.MonkeyPatch, folder: Path, n: int) -> None:
+    """The ``n``-th close of a file in ``folder`` reports a full disk."""
+    real, calls = os.close, Counter[str]()
+
+    def close(fd: int) -> None:
+        where = os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)
+        calls["ours"] += where.startswith(f"{folder}/")
+        if calls["ours"] == n and where.startswith(f"{folder}/"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr(os, "close", close)
+
+
+def test_a_failing_close_is_an_error_or_harmless(
+    source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """Some file systems tell of a lost write when a file is closed: before it has its name."""
+    errors = 0
+    for n in range(1, 12):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        text = ""
+        with pytest.MonkeyPatch.context() as patch:
+            close_fails(patch, folder, n)
+            try:
+                models.run(source, folder / "x.hfq")
+            except WriteError as error:
+                text = str(error)
+        if text:
+            errors += 1
+            assert "No space left on device; the job needs" in text
+        assert models.digests(folder) == ({} if text else expected)
+    assert errors == 5  # journal, two receipts, two artifacts; not the closes behind the renames
+
+
 def test_a_file_size_limit_is_reported(
     source: Path, folder: Path, expected: dict[str, str]
 ) -> None:
