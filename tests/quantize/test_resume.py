@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +65,7 @@ def check_nothing_half_made(folder: Path, *whole: dict[str, str]) -> None:
 
 
 def kill_points(server: traps.Server, source: Path, folder: Path) -> list[tuple[str, int]]:
-    """Every counted system call of an undisturbed run, and one behind the last of each."""
+    """Every counted system call of an undisturbed run."""
     counts = server.job(source, folder / "counted.hfq", force=True)["counts"]
     assert all(counts.values()), counts
     return [(call, n) for call, count in counts.items() for n in range(1, count + 1)]
@@ -517,6 +518,41 @@ def test_a_stop_while_work_is_handed_out_ends_the_job(
     assert not (tmp_path / "x.hfq").exists()
     models.run(source, tmp_path / "x.hfq", resume=True)
     assert api.verify(tmp_path / "x.hfq", source=source).ok
+
+
+def interrupt_at(patch: pytest.MonkeyPatch, call: str, n: int) -> None:
+    """The ``n``-th call of ``os.<call>`` is a Ctrl-C."""
+    real, lock, calls = getattr(os, call), threading.Lock(), [0]
+
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        with lock:
+            calls[0] += 1
+            due = calls[0] == n
+        if due:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    patch.setattr(os, call, wrapper)
+
+
+@pytest.mark.parametrize("call", traps.CALLS)
+def test_interrupted_at_each_system_call(
+    call: str, server: traps.Server, source: Path, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    """Whatever step a stop hits, nothing is removed that --resume needs."""
+    (tmp_path / "count").mkdir()
+    points = kill_points(server, source, tmp_path / "count")
+    for n in (n for name, n in points if name == call):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at(patch, call, n)
+            with pytest.raises(KeyboardInterrupt):
+                models.run(source, folder / "x.hfq")
+        check_nothing_half_made(folder, undisturbed)
+        assert list(folder.iterdir())
+        models.run(source, folder / "x.hfq", resume=True)
+        assert models.digests(folder) == undisturbed, n
 
 
 # ---------------------------------------------------------------- real models, real size
