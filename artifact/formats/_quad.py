@@ -2,8 +2,7 @@
 
 Four blocks (68 bytes) are one 64-byte vector of codes and four scale bytes. One shuffle interleaves
 them and one takes them apart, which moves 64 bytes per step where scalar code moves 17.
-Addresses are plain integers: the caller guarantees the bounds. numba's disk cache watches the
-caller's file only: whoever changes this one must touch that one, too.
+Addresses are plain integers: the caller guarantees the bounds.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +79,28 @@ def test_every_byte_is_asked_for_once(advice: Advice) -> None:
     assert covered[0][0] == 0
     assert covered[-1][1] == sum(sizes)
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(covered))
+
+
+def test_prime_asks_for_the_beginning_of_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int, int, int]] = []
+
+    def record(fd: int, offset: int, length: int, what: int) -> None:
+        asked.append((os.readlink(f"/proc/self/fd/{fd}"), offset, length, what))
+
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    files = [tmp_path / "a", tmp_path / "none", tmp_path / "b"]
+    for file in (files[0], files[2]):
+        file.write_bytes(b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    readahead.prime(files)
+    advice = (0, readahead.PRIME_BYTES, os.POSIX_FADV_WILLNEED)
+    assert asked == [(str(files[0]), *advice), (str(files[2]), *advice)]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_prime_leaves_complaints_to_the_reader(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    readahead.prime([fifo, tmp_path, tmp_path / "none"])
