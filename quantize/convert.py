@@ -7,6 +7,7 @@ made again and its bytes compared.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,12 @@ class Events:
     max_error: float = 0.0
     tiny_scales: int = 0
     overflow_scales: int = 0
+
+    @classmethod
+    def of(cls, document: Mapping[str, float]) -> Events:
+        """The events of a journal line or a receipt; a later version's other counts are left."""
+        known = {name: document[name] for name in cls.__slots__ if name in document}
+        return cls(**known)  # type: ignore[arg-type]  # counts come back as the integers they were
 
     def add(self, other: Events) -> None:
         """Merge ``other`` into this."""

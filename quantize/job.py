@@ -94,7 +94,7 @@ class Summary:
         events = Events()
         for receipt in self.receipts:
             for tensor in receipt.tensors:
-                events.add(Events(**tensor.events))  # type: ignore[arg-type]
+                events.add(Events.of(tensor.events))
         return parts[0] | {
             "seconds": round(self.seconds, 3),
             "source_bytes": self.plan.source_bytes,

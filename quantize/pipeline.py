@@ -200,7 +200,7 @@ class _TensorWork:
                 kept_bytes += record.nbytes
             else:
                 record = self._write(key, first, count)
-            events.add(Events(**record.events))  # type: ignore[arg-type]
+            events.add(Events.of(record.events))
             self._job.advance(record.nbytes)
         if record is None or self._several:
             packed, sources = self._whole.packed.hexdigest(), self._sources(self._whole)
@@ -221,8 +221,8 @@ class _TensorWork:
             if self._job.stop.is_set():
                 raise Stopped
             row = first + at
-            packed = self._buffers.take("packed", n * self._tensor.row_bytes)
-            yield row, n, packed, self._tensor.entry.offset + row * self._tensor.row_bytes
+            offset, nbytes = self._tensor.span(row, n)
+            yield row, n, self._buffers.take("packed", nbytes), offset
 
     def _write(self, key: tuple[int, int, int], first: int, count: int) -> BlockRecord:
         """Pack, compare, write and journal rows ``first`` .. ``first + count``."""
@@ -237,7 +237,7 @@ class _TensorWork:
             self._file.pwrite(packed, offset)
         record = BlockRecord(
             *key,
-            count * self._tensor.row_bytes,
+            self._tensor.span(first, count)[1],
             own.packed.hexdigest(),
             self._sources(own),
             events.document(),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ds4q.artifact import hfq, writer
 from ds4q.artifact.metadata import BLANK_DIGEST, canonical, front_digest, seal
-from ds4q.artifact.types import HFP4G32, TYPES, TensorType, matrix_shape
+from ds4q.artifact.types import HFP4G32, TYPES, UPSTREAM_K, TensorType, matrix_shape
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.deepseek4 import Part
@@ -22,7 +22,6 @@ from ds4q.quantize.errors import JobError
 from ds4q.quantize.recipe import Recipe
 
 DraftChoice = Literal["split", "keep", "drop"]
-UPSTREAM_K = 256  # hipfire's kernels need rows of a multiple of this
 BLANK_SHA256 = " " * 64
 DROPPED = "draft dropped"
 
@@ -77,9 +76,14 @@ class PlannedTensor:
     def target(self) -> TensorType:
         return TYPES[self.entry.type_id]
 
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        """Offset in the file and length of packed rows, as ``row_runs`` cuts them."""
+        start, nbytes = self.target.span(first, count, self.k)
+        return self.entry.offset + start, nbytes
+
     @property
     def row_bytes(self) -> int:
-        """Packed bytes of one row."""
+        """Packed bytes of one row; rounded down where blocks run across rows."""
         return self.entry.nbytes // self.rows
 
 

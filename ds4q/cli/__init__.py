@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import click
 
 from ds4q import __version__
-from ds4q.cli.common import VERBOSE, Terminated, one_line, say
+from ds4q.artifact.errors import one_line
+from ds4q.cli.common import VERBOSE, Terminated, say
 
 COMMANDS = {
     "quantize": "Turn a DeepSeek-V4 checkpoint into an HFQ artifact.",

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ds4q.artifact.errors import one_line
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -37,11 +39,6 @@ class Terminated(KeyboardInterrupt):
 
 
 # --- words ------------------------------------------------------------------------------------
-
-
-def one_line(text: str) -> str:
-    """``text`` with whatever is not printable (line breaks, escapes) written as ``\\xNN``."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def say(text: str) -> None:

@@ -21,12 +21,12 @@ from typing import Any
 import click
 
 from ds4q import __version__
+from ds4q.artifact.errors import one_line
 from ds4q.cli.common import (
     amount_text,
     available_cores,
     emit_json,
     json_option,
-    one_line,
     talk_options,
 )
 from ds4q.hipkern.probe import HipReport, probe

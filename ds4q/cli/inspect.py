@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _brief(value: Any) -> Any:
 
 def _print(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     click.echo(
-        f"{common.one_line(document['path'])}: {document['kind']}, {document['bytes']:,} bytes, "
+        f"{one_line(document['path'])}: {document['kind']}, {document['bytes']:,} bytes, "
         f"{document['tensors']:,} tensors"
     )
     for name, entry in document["types"].items():
@@ -200,10 +201,10 @@ def _print(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     for key, value in document["metadata"].items():
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in sorted(value.items()))
-        click.echo(f"  {key}: {common.one_line(str(value))}")
+        click.echo(f"  {key}: {one_line(str(value))}")
     for problem in document["problems"]:
         common.warn(problem)
     for row in rows:
         shape = "x".join(map(str, row["shape"])) or "scalar"
-        name = common.one_line(row["name"])
+        name = one_line(row["name"])
         click.echo(f"{name}  {row['type']}  {shape}  {row['bytes']:,}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _print(report: Report) -> None:
         for note in check.notes:
             click.echo(f"{check.name}: {note}")
     for line in report.failure_lines():
-        common.say(common.one_line(line))
+        common.say(one_line(line))
     size = report.artifact.get("bytes")
     about = f" ({size:,} bytes)" if size is not None else ""
     click.echo(f"{report.artifact['path']}{about}: {'ok' if report.ok else 'FAILED'}")
