@@ -65,6 +65,13 @@ class TensorType:
             return self.tensor_header_bytes + self.row_bytes(rows * k)
         return self.tensor_header_bytes + rows * self.row_bytes(k)
 
+    def span(self, first: int, count: int, k: int) -> tuple[int, int]:
+        """Offset and length in bytes of rows ``first`` .. ``first + count``, cut by ``row_runs``.
+
+        A row of itself need not be whole blocks: types without a row header pack across rows.
+        """
+        return self.payload_bytes((first, k)) if first else 0, self.payload_bytes((count, k))
+
 
 F16 = TensorType(1, "F16", 1, 2, codec="plain")
 F32 = TensorType(2, "F32", 1, 4, codec="plain")

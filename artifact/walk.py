@@ -168,14 +168,14 @@ def _look_at(
 ) -> list[list[Failure]]:
     rows, k = matrix_shape(entry.shape)
     active = [visitor.begin(entry, rows, k) for visitor in visitors]
-    row_bytes = entry.nbytes // rows
-    for first, count in row_runs(rows, row_bytes, CHUNK_BYTES):
+    for first, count in row_runs(rows, entry.nbytes // rows, CHUNK_BYTES):
+        start, nbytes = TYPES[entry.type_id].span(first, count, k)
         buffer = getattr(_local, "buffer", None)
-        if buffer is None or buffer.nbytes < count * row_bytes:
-            buffer = _local.buffer = np.empty(count * row_bytes, dtype=np.uint8)
-        packed = buffer[: count * row_bytes]
-        reached(first * row_bytes)
-        reader.read_into(entry, packed, first * row_bytes)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = _local.buffer = np.empty(nbytes, dtype=np.uint8)
+        packed = buffer[:nbytes]
+        reached(start)
+        reader.read_into(entry, packed, start)
         for tensor in active:
             if tensor is not None:
                 tensor.rows(first, count, packed)

@@ -131,6 +131,39 @@ def test_bytes_and_receipts_do_not_depend_on_how_the_work_is_cut(
     assert models.digests(tmp_path) == expected
 
 
+@pytest.mark.parametrize("shape", [(4, 8), (16, 36), (100, 72), (96, 40), (33, 96)])
+@pytest.mark.parametrize("recipe", ["fp4", "fp4-q8"])
+def test_groups_of_32_may_run_across_rows(
+    shape: tuple[int, int], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q8F16 packs row-major data: rows of 36 columns are no whole number of bytes."""
+    rng = np.random.default_rng(2)
+    tensors = models.mini_tensors()
+    tensors["layers.0.ffn.gate.weight"] = models.bf16(rng.standard_normal(shape))
+    config = {"model_type": "deepseek_v4"}
+    source = models.save(tmp_path / "s", tensors, config=config)
+    found = []
+    for block_bytes, chunk_bytes in ((16 << 20, 1 << 20), (1, 1)):
+        monkeypatch.setattr(pipeline, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(pipeline, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("ds4q.artifact.walk.CHUNK_BYTES", chunk_bytes)
+        models.run(source, tmp_path / "x.hfq", recipe=recipe, force=True)
+        report = api.verify(tmp_path / "x.hfq", source=source)
+        assert report.failure_lines() == []
+        found.append(models.digests(tmp_path, "x.hfq"))
+    assert found[0] == found[1]
+
+
+def test_a_tensor_that_is_no_whole_groups_is_refused_by_the_plan(tmp_path: Path) -> None:
+    tensors = models.mini_tensors()
+    tensors["layers.0.ffn.gate.weight"] = models.bf16(np.ones((5, 8)))
+    source = models.save(tmp_path / "s", tensors, config={"model_type": "deepseek_v4"})
+    (tmp_path / "o").mkdir()
+    with pytest.raises(api.Ds4qError, match=r"layers\.0\.ffn\.gate\.weight: Q8F16 cannot hold"):
+        models.run(source, tmp_path / "o" / "x.hfq", recipe="fp4-q8")
+    assert list((tmp_path / "o").iterdir()) == []
+
+
 def test_events_of_several_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = models.mini(tmp_path / "s")
     found = []
