@@ -181,5 +181,7 @@ class Report:
                 if not isinstance(value, (dict, list))
             )
             result = "[green]ok[/]" if check.ok else f"[red]FAILED ({check.count:,})[/]"
-            table.add_row(escape(check.name), result, f"{check.seconds:.2f}", escape(figures))
+            table.add_row(
+                escape(check.name), result, f"{check.seconds:.2f}", escape(one_line(figures))
+            )
         return table

@@ -172,7 +172,8 @@ def fsync_folder(folder: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path`` and force it to the disk; not atomic."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o666)
     try:
         view = memoryview(data)
         while view:
@@ -196,7 +197,9 @@ class PartialFile:
         self.final = final
         self.path = final.with_name(final.name + PARTIAL_SUFFIX)
         self.file_bytes = file_bytes
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        # Not through a link: somebody could lead the bytes of a shared folder elsewhere.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(self.path, flags, 0o666)
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The holder may have given the file its final name between our open and our lock.

@@ -174,6 +174,7 @@ class Job:
         unfinished = earlier is not None or any(_partial(p).exists() for p in self._targets())
         for path in reversed(self._targets()):
             _check_target(path)
+            _check_target(_partial(path))
             # An unfinished job beside existing output was begun with --force.
             if path.exists() and not self.force and not (self.resume and unfinished):
                 raise OutputExistsError(path=path)
@@ -292,6 +293,7 @@ class Job:
     def _start(self, earlier: EarlierJournal | None) -> None:
         """Open partial files and journal, fresh or as an earlier run left them."""
         path = journal_path(self.out)
+        begun = None if earlier is not None else read_journal(path)
         for output in self.plan.outputs:
             self._files.append(PartialFile(output.path, output.layout.file_bytes))
         for file in self._files:
@@ -299,8 +301,20 @@ class Job:
         if earlier is not None:
             self._journal = Journal.reopen(path, earlier)
             return
+        if begun is not None:
+            self._forget(begun)
         shards = {name: [s.size, s.identity[3]] for name, s in self.checkpoint.shards.items()}
         self._journal = Journal.create(path, self.identity(), shards)
+
+    def _forget(self, begun: EarlierJournal) -> None:
+        """Remove the partial files of an abandoned job that this one does not write anew."""
+        ours = {output.path.name for output in self.plan.outputs}
+        for name in {Path(name).name for name, _ in begun.identity["outputs"]} - ours:
+            path = self.out.with_name(name)
+            if _partial(path).exists():
+                with suppress(LockedError):  # then another job has it by now
+                    PartialFile(path, 0).discard()
+            _partial(receipt_path(path)).unlink(missing_ok=True)
 
     def _write(
         self, earlier: EarlierJournal | None, threads: int, advance: Advance

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -136,9 +137,10 @@ def _print(summary: Summary, *, dry_run: bool, verbose: bool) -> None:
     document = summary.document()
     verb = "would write" if dry_run else "already there:" if summary.already_done else "wrote"
     for part in (document, *document["sidecars"]):
-        click.echo(f"{verb} {part['output']}: {part['bytes']:,} bytes, {part['tensors']:,} tensors")
-        for name, entry in part["types"].items():
-            click.echo(f"  {name:10} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
+        name = one_line(part["output"])
+        click.echo(f"{verb} {name}: {part['bytes']:,} bytes, {part['tensors']:,} tensors")
+        for kind, entry in part["types"].items():
+            click.echo(f"  {kind:10} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
         if part["bpw_experts"] is not None:
             click.echo(f"  experts    {part['bpw_experts']:.4f} bits per weight")
         if "sha256" in part:
@@ -147,7 +149,7 @@ def _print(summary: Summary, *, dry_run: bool, verbose: bool) -> None:
         click.echo(f"{document['skipped']:,} source tensors left out (listed in the receipt)")
         if verbose:
             for name, why in summary.plan.skipped:
-                click.echo(f"  {name}: {why}")
+                click.echo(f"  {one_line(name)}: {why}")
     if not dry_run and not document["lossless"]:
         events = document["events"]
         click.echo(

@@ -83,4 +83,4 @@ def _print(report: Report) -> None:
         common.say(one_line(line))
     size = report.artifact.get("bytes")
     about = f" ({size:,} bytes)" if size is not None else ""
-    click.echo(f"{report.artifact['path']}{about}: {'ok' if report.ok else 'FAILED'}")
+    click.echo(f"{one_line(report.artifact['path'])}{about}: {'ok' if report.ok else 'FAILED'}")

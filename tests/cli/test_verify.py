@@ -206,6 +206,21 @@ def test_a_sidecar_is_verified_like_a_trunk(artifact: Path, source: Path) -> Non
     assert (result.exit_code, result.stderr) == (0, "")
 
 
+def test_a_name_that_is_not_text_is_printed_safely(artifact: Path, source: Path) -> None:
+    """A byte that is not UTF-8, an escape and a line break, where the stream takes UTF-8 only."""
+    odd = artifact.rename(artifact.with_name("a\udcff\x1b[31m\n.hfq"))
+    receipt_path(artifact).rename(receipt_path(odd))
+    for words in (["verify", str(odd), "--source", str(source)], ["inspect", str(odd)]):
+        result = CliRunner(charset="utf-8").invoke(main, words)
+        assert result.exit_code == 0, result.output
+        assert "a\\xdcff\\x1b[31m\\x0a.hfq" in result.stdout
+    made = CliRunner().invoke(
+        main, ["quantize", str(source), "-o", str(odd), "--allow-partial", "--force"]
+    )
+    assert made.exit_code == 0, made.output
+    assert "a\\xdcff\\x1b[31m\\x0a.hfq" in made.stdout
+
+
 # ---------------------------------------------------------------- bad grounds
 
 

@@ -212,6 +212,46 @@ def test_starting_over_forgets_the_unfinished_job(
     assert models.digests(folder) == expected
 
 
+def test_starting_over_with_other_outputs_leaves_no_partial_file(
+    source: Path, folder: Path
+) -> None:
+    """The abandoned job wanted a sidecar, the new one does not."""
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds4q.quantize.job.write_durably", stop)  # the first receipt
+        with pytest.raises(KeyboardInterrupt):
+            models.run(source, folder / "x.hfq")
+    (folder / "x-dspark.hfq.receipt.partial").write_bytes(b"of the abandoned job")
+    assert "x-dspark.hfq.partial" in names(folder)
+    models.run(source, folder / "x.hfq", draft="keep", force=True)
+    assert names(folder) == ["x.hfq", "x.hfq.receipt"]
+
+
+@pytest.mark.parametrize("which", ["x.hfq.partial", "x-dspark.hfq.receipt.partial"])
+def test_a_folder_at_a_partial_name_is_refused(which: str, source: Path, folder: Path) -> None:
+    (folder / which).mkdir()
+    check_refused(
+        OutputPlaceError,
+        lambda: models.run(source, folder / "x.hfq", force=True),
+        path=folder / which,
+    )
+    assert names(folder) == [which]
+
+
+@pytest.mark.parametrize("which", ["x.hfq.partial", "x.hfq.journal", "x.hfq.receipt.partial"])
+def test_bytes_are_not_led_elsewhere_by_a_link(
+    which: str, source: Path, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "precious").write_text("untouched")
+    (folder / which).symlink_to(tmp_path / "precious")
+    with pytest.raises(WriteError, match="symbolic links"):
+        models.run(source, folder / "x.hfq", force=True)
+    assert (tmp_path / "precious").read_text() == "untouched"
+
+
 # ---------------------------------------------------------------- space, locks, rights
 
 
