@@ -26,11 +26,6 @@ W1 = "layers.0.ffn.experts.0.w1.weight"
 NORM = "layers.0.attn_norm.weight"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.mini(tmp_path_factory.mktemp("mini"))
-
-
 @pytest.fixture
 def artifact(source: Path, tmp_path: Path) -> Path:
     models.run(source, tmp_path / "x.hfq")

@@ -29,18 +29,6 @@ from tests.quantize import models
 from tests.quantize.builders import RANDOM, listing_of
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.mini(tmp_path_factory.mktemp("mini"))
-
-
-@pytest.fixture(scope="module")
-def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("expected")
-    models.run(source, folder / "x.hfq")
-    return models.digests(folder)
-
-
 def receipts(folder: Path) -> list[Receipt]:
     return [read_receipt(receipt_path(path)) for path in sorted(folder.glob("*.hfq"))]
 

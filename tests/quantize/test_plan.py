@@ -201,11 +201,6 @@ def test_partner_scales_are_consumed_not_written() -> None:
 # ---------------------------------------------------------------- dry runs
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.mini(tmp_path_factory.mktemp("mini"))
-
-
 FILTERS: list[dict[str, Any]] = [
     {},
     {"include": ["layers.0.ffn"]},

@@ -1,0 +1,215 @@
+"""What --resume makes of a job whose files, journal, source or options changed since the stop."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds4q import api
+from ds4q.quantize.journal import read_journal
+from tests.quantize import models, traps
+
+
+def half_done(server: traps.Server, source: Path, out: Path) -> None:
+    """A job that was killed when all but the last tensor was in the partial files."""
+    assert server.job(source, out, call="pwrite", n=11)["killed"]
+    earlier = read_journal(out.with_name("x.hfq.journal"))
+    assert earlier is not None
+    assert len(earlier.blocks) == 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_changed_byte_in_the_partial_file_is_packed_again(
+    seed: int,
+    server: traps.Server,
+    source: Path,
+    expected: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "x.hfq"
+    half_done(server, source, out)
+    rng = random.Random(seed)
+    path = tmp_path / "x.hfq.partial"
+    data = bytearray(path.read_bytes())
+    written = [at for at, byte in enumerate(data) if byte]
+    data[rng.choice(written)] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    ended = server.job(source, out, resume=True)
+    assert ended["error"] is None
+    assert ended["counts"]["pwrite"] == 4  # the changed one, the unwritten one, two fronts
+    assert models.digests(tmp_path) == expected
+
+
+@pytest.mark.parametrize("loss", ["zeros", "short", "gone"])
+def test_lost_data_is_packed_again(
+    loss: str, server: traps.Server, source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """As after a power loss: the journal knows of blocks that the disk never got."""
+    out = tmp_path / "x.hfq"
+    half_done(server, source, out)
+    for path in tmp_path.glob("*.partial"):
+        size = path.stat().st_size
+        if loss == "gone":
+            path.unlink()
+        else:
+            os.truncate(path, 5000)
+            os.truncate(path, size if loss == "zeros" else 5000)
+    ended = server.job(source, out, resume=True)
+    assert (ended["error"], ended["resumed_bytes"]) == (None, 0)
+    assert models.digests(tmp_path) == expected
+
+
+def test_a_torn_line_costs_only_its_block(
+    server: traps.Server, source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "x.hfq"
+    half_done(server, source, out)
+    path = tmp_path / "x.hfq.journal"
+    path.write_bytes(path.read_bytes()[:-20])
+    ended = server.job(source, out, resume=True)
+    assert (ended["error"], ended["counts"]["pwrite"]) == (None, 2 + 2)
+    assert models.digests(tmp_path) == expected
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\0" * 4096, b"rubbish\n" * 10])
+def test_a_garbage_journal_means_starting_over(
+    garbage: bytes,
+    server: traps.Server,
+    source: Path,
+    expected: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "x.hfq"
+    half_done(server, source, out)
+    (tmp_path / "x.hfq.journal").write_bytes(garbage)
+    with pytest.raises(api.Ds4qError, match="unfinished job lies here: found 0 of"):
+        models.run(source, out)
+    ended = server.job(source, out, resume=True)
+    assert (ended["error"], ended["resumed_bytes"]) == (None, 0)
+    assert models.digests(tmp_path) == expected
+
+
+def test_an_edited_journal_line_is_not_believed(
+    server: traps.Server, source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """A source digest in it would end up in metadata and receipt."""
+    out = tmp_path / "x.hfq"
+    half_done(server, source, out)
+    path = tmp_path / "x.hfq.journal"
+    lines = path.read_bytes().splitlines(keepends=True)
+    key = b'"sources":["'
+    at = lines[3].index(key) + len(key)
+    lines[3] = lines[3][:at] + b"0" * 32 + lines[3][at + 32 :]
+    path.write_bytes(b"".join(lines))
+    assert server.job(source, out, resume=True)["error"] is None
+    assert models.digests(tmp_path) == expected
+
+
+def test_touched_shards_are_read_again_and_kept(
+    server: traps.Server, source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "x.hfq"
+    half_done(server, source, out)
+    for shard in source.glob("*.safetensors"):
+        os.utime(shard, (1, 1))
+    ended = server.job(source, out, resume=True)
+    assert (ended["error"], ended["counts"]["pwrite"]) == (None, 1 + 2)
+    assert models.digests(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.ffn.experts.0.w1.weight",
+        "layers.0.ffn.experts.0.w1.scale",
+        "layers.0.attn.wq_a.weight",
+        "layers.0.attn.wq_a.scale",
+        "layers.0.attn_norm.weight",
+        "mtp.0.attn.wkv.scale",
+    ],
+)
+@pytest.mark.parametrize("several_blocks", [False, True])
+def test_changed_source_data_are_packed_again(
+    name: str,
+    several_blocks: bool,
+    server: traps.Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights and scales lie in different shards; only the shard of one of them changes."""
+    if several_blocks:
+        monkeypatch.setattr("ds4q.quantize.pipeline.BLOCK_BYTES", 1)
+    tensors = models.mini_tensors()
+    source = models.save(tmp_path / "source", tensors)
+    folder = tmp_path / "o"
+    folder.mkdir()
+    out = folder / "x.hfq"
+    half_done_in_process(source, out, monkeypatch)
+    data = bytearray(tensors[name].data)
+    data[len(data) // 2] ^= 1
+    changed = tensors | {name: tensors[name]._replace(data=bytes(data))}
+    times = {path: path.stat().st_mtime_ns for path in source.glob("*.safetensors")}
+    models.save(source, changed)
+    for path, before in times.items():  # as if only the one shard had been written
+        new = before + 1 if models.by_kind(name) in path.name else before
+        os.utime(path, ns=(new, new))
+    models.run(source, out, resume=True)
+    (tmp_path / "fresh").mkdir()
+    models.run(source, tmp_path / "fresh" / "x.hfq")
+    assert models.digests(folder) == models.digests(tmp_path / "fresh")
+    for path in (out, folder / "x-dspark.hfq"):
+        assert api.verify(path, source=source).ok
+
+
+def half_done_in_process(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that stops (as on Ctrl-C) when everything is packed, before it is sealed."""
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ds4q.quantize.job.seal", stop)
+        with pytest.raises(KeyboardInterrupt):
+            models.run(source, out)
+    assert out.with_name("x.hfq.journal").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ({"recipe": "fp4-q8"}, "options"),
+        ({"exclude": ["layers.0.attn_norm"]}, "options"),
+        ({"draft": "keep"}, "options"),
+    ],
+)
+def test_other_options_cannot_go_on(
+    change: dict[str, Any], differs: str, server: traps.Server, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "x.hfq"
+    half_done(server, source, out)
+    before = models.digests(tmp_path)
+    with pytest.raises(api.Ds4qError, match=rf"belongs to another job \({differs}\)"):
+        models.run(source, out, resume=True, **change)
+    assert models.digests(tmp_path) == before
+
+
+def test_another_source_cannot_go_on(server: traps.Server, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.hfq"
+    half_done(server, source, out)
+    other = models.mini(tmp_path / "other", seed=1)  # other gates, so another fingerprint
+    with pytest.raises(api.Ds4qError, match=r"another job \(source_fingerprint\)"):
+        models.run(other, out, resume=True)
+
+
+def test_another_version_cannot_go_on(
+    server: traps.Server, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "x.hfq"
+    half_done(server, source, out)
+    monkeypatch.setattr(api, "__version__", "9.9.9")
+    with pytest.raises(api.Ds4qError, match=r"another job \(tool_version\).*9\.9\.9"):
+        models.run(source, out, resume=True)
