@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,3 +182,11 @@ def digests_below(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def mount(*words: object) -> bool:
+    """Whether ``mount WORDS`` worked: it takes root, and a machine that lets root do it."""
+    try:
+        return subprocess.run(["mount", *map(str, words)], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False

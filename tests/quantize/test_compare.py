@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,11 @@ def test_missing_tensors_are_named_unless_the_file_says_partial(
     assert (check.ok, check.figures["missing"], check.figures["partial"]) == (True, 2, True)
 
 
+def marked(part: bool, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Metadata that says whether the file is partial."""
+    return metadata | {"ds4q": metadata["ds4q"] | {"partial": part}}
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -328,12 +334,12 @@ def test_missing_tensors_are_named_unless_the_file_says_partial(
 def test_a_strange_tensor_is_refused_even_in_a_partial_file(
     name: str, says: str, whole: Path, tmp_path: Path
 ) -> None:
-    for partial in (False, True):
+    for part in (False, True):
         changed = rebuild(
             whole,
             tmp_path / "y.hfq",
             lambda p: p | {name: (BF16.id, (4,), bytes(8))},
-            lambda m, partial=partial: m | {"ds4q": m["ds4q"] | {"partial": partial}},  # type: ignore[misc]
+            partial(marked, part),
         )
         (failure,) = inventory(changed).failures
         assert failure.tensor == name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -206,9 +207,7 @@ def test_fp8_nan_names_row_and_column(code: int) -> None:
     for target in (BF16, F16, Q8F16):
         check_refused(
             SourceValueError,
-            lambda target=target: packed(  # type: ignore[misc]
-                fp8_rows(codes[:, 12:], np.ones(()), first=1000), target
-            ),
+            partial(packed, fp8_rows(codes[:, 12:], np.ones(()), first=1000), target),
             says=["FP8 NaN", "row 1003, column 287"],
         )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_a_folder_at_a_final_name_is_refused_even_with_force(
     for force in (False, True):
         check_refused(
             OutputPlaceError,
-            lambda force=force: models.run(source, folder / "x.hfq", force=force),  # type: ignore[misc]
+            partial(models.run, source, folder / "x.hfq", force=force),
             path=folder / which,
             says=["a folder or a device"],
         )
@@ -126,7 +127,7 @@ def test_a_device_is_refused_and_stays_one(source: Path) -> None:
     for force in (False, True):
         check_refused(
             OutputPlaceError,
-            lambda force=force: models.run(source, Path("/dev/full"), force=force),  # type: ignore[misc]
+            partial(models.run, source, Path("/dev/full"), force=force),
             path="/dev/full",
         )
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
@@ -144,7 +145,7 @@ def test_existing_output_is_refused_without_force(
     for resume in (False, True):
         check_refused(
             OutputExistsError,
-            lambda resume=resume: models.run(source, folder / "x.hfq", resume=resume),  # type: ignore[misc]
+            partial(models.run, source, folder / "x.hfq", resume=resume),
             path=folder / which,
             says=["--force"],
         )
@@ -288,7 +289,7 @@ def test_a_second_job_on_the_same_output_is_refused(
         for options in ({"force": True}, {"resume": True}):
             check_refused(
                 LockedError,
-                lambda options=options: models.run(source, folder / "x.hfq", **options),  # type: ignore[misc]
+                partial(models.run, source, folder / "x.hfq", **options),
                 path=folder / "x.hfq.partial",
                 says=["another ds4q process"],
             )
@@ -309,23 +310,26 @@ def test_a_lock_on_the_sidecar_alone_leaves_it_alone(source: Path, folder: Path)
     other.close()
 
 
-def test_a_read_only_folder_is_refused(source: Path, folder: Path) -> None:
-    """Root ignores modes, so the folder becomes a read-only mount where that can be had."""
-    if os.geteuid() == 0:
-        mount = ["mount", "--bind", "-o", "ro", str(folder), str(folder)]
-        if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("cannot mount here")
-        undo: Callable[[], object] = lambda: subprocess.run(["umount", str(folder)], check=True)  # noqa: E731
-    else:
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Root ignores modes, so for root the folder becomes a read-only mount, where it can."""
+    if os.geteuid():
         folder.chmod(0o555)
-        undo = lambda: folder.chmod(0o755)  # noqa: E731
+    elif not models.mount("--bind", "-o", "ro", folder, folder):
+        pytest.skip("cannot mount a read-only folder here")
     try:
-        if os.access(folder, os.W_OK):
-            pytest.skip("the mount is not read-only")
+        yield
+    finally:
+        if os.geteuid():
+            folder.chmod(0o755)
+        else:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_read_only_folder_is_refused(source: Path, folder: Path) -> None:
+    with read_only(folder):
         with pytest.raises(WriteError, match=r"Read-only file system|Permission denied") as caught:
             models.run(source, folder / "x.hfq")
         assert str(folder) in str(caught.value)
         assert models.run(source, folder / "x.hfq", dry_run=True).plan.outputs
         assert names(folder) == []
-    finally:
-        undo()

@@ -172,8 +172,7 @@ def test_a_file_size_limit_is_reported(
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
     """A file system of 200 KiB; the small model needs a little more."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+    if os.geteuid() or not models.mount("-t", "tmpfs", "-o", "size=200k", "none", folder):
         pytest.skip("cannot mount a small file system here")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
