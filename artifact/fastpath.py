@@ -49,8 +49,11 @@ def jit(function: F) -> F:
     config: Any = numba.config
     before = config.CACHE_DIR
     config.CACHE_DIR = os.path.join(before or _ROOT / room / "__pycache__", _stamp(room))
+    compiled = functools.partial(numba.njit, nogil=True, error_model="numpy")
     try:
-        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+        return cast(F, compiled(cache=True)(function))
+    except RuntimeError:  # no folder for a cache can be written: compile in each process
+        return cast(F, compiled()(function))
     finally:
         config.CACHE_DIR = before
 

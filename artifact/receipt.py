@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -25,7 +26,7 @@ from ds4q.artifact.types import BY_NAME
 FORMAT = "ds4q.receipt.v1"
 SUFFIX = ".receipt"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-MAX_RECEIPT_BYTES = 256 << 20  # compressed and not
+MAX_RECEIPT_BYTES = 64 << 20  # compressed and not
 _LEVEL = 9
 _STEP_BYTES = 1024
 
@@ -93,7 +94,10 @@ def read_receipt(path: str | os.PathLike[str]) -> Receipt:
 
 def _read_file(path: str | os.PathLike[str]) -> bytes:
     """The whole file, if it is small enough to be a receipt: it may be the artifact by mistake."""
-    with open(path, "rb") as file:
+    # O_NONBLOCK: a named pipe in place of a receipt must not hang the open.
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _fail(path, "receipt is not a regular file")
         head = file.read(len(ZSTD_MAGIC))
         if head != ZSTD_MAGIC:
             raise _fail(path, "receipt is not a zstd frame", head)

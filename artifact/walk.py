@@ -277,6 +277,12 @@ class ReceiptDigests:
                     found=front,
                 )
             )
+        ours = reader.metadata.get("ds4q", {})
+        for key in ("recipe", "tool_version", "source_fingerprint", "source_digest", "partial"):
+            said = getattr(self.receipt, key)
+            if key in ours and ours[key] != said:
+                message = f"receipt and metadata disagree about {key}"
+                self.check.fail(Failure(message, expected=str(ours[key]), found=str(said)))
         for record in self.receipt.tensors:
             entry = reader.tensors.get(record.name)
             if entry is None:

@@ -24,9 +24,10 @@ from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
 from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.compare import SourceComparison, check_inventory
+from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
-from ds4q.quantize.job import Job, Summary
-from ds4q.quantize.plan import DraftChoice, Options, make_plan
+from ds4q.quantize.job import Job, OutputPlaceError, Summary
+from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_path
 from ds4q.quantize.recipe import find_recipe
 
 Advance = Callable[[int], None]
@@ -77,11 +78,14 @@ def quantize(
     SourceError : the checkpoint is not sound; nothing was written
     JobError, WriteError : the output cannot be placed or written
     """
+    place = os.fspath(out)
+    if not os.path.basename(place) or Path(place).name in ("", "..", "."):
+        raise OutputPlaceError("output is not a file name", found=repr(place), remedy="name a file")
     options = Options(find_recipe(recipe), tuple(include), tuple(exclude), draft, allow_partial)
     with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
         audited = audit(checkpoint, allow_partial=allow_partial)
         plan = make_plan(checkpoint, audited, Path(out), options, __version__)
-        for warning in (*audited.warnings, *plan.warnings):
+        for warning in (*audited.warnings, *plan.warnings, *_left_over(plan)):
             warn(warning)
         job = Job(checkpoint, audited, plan, resume=resume, force=force)
         finished = job.finished_earlier()
@@ -92,6 +96,18 @@ def quantize(
             return Summary(plan)
         with progress("quantize", plan.payload_bytes) as advance:
             return job.run(threads, advance)
+
+
+def _left_over(plan: Plan) -> list[str]:
+    """Draft files of an earlier job that this one will not write anew."""
+    trunk, *sidecars = (output.path for output in plan.outputs)
+    parts: tuple[Part, ...] = ("dspark", "mtp")
+    old = [sidecar_path(trunk, part) for part in parts]
+    return [
+        f"{path} is there from an earlier job and stays as it is"
+        for path in old
+        if path.exists() and path not in sidecars
+    ]
 
 
 def verify(
@@ -160,7 +176,8 @@ def _verify_payload(
                 partial = bool((own_metadata(reader) or {}).get("partial"))
                 checkpoint = Checkpoint.open(source, allow_partial=partial)
                 audited = audit(checkpoint, allow_partial=partial)
-                comparison = SourceComparison(check, checkpoint, audited, reader)
+                told = None if digests is None else digests.receipt
+                comparison = SourceComparison(check, checkpoint, audited, reader, told)
                 comparison.compare_whole()
                 visitors.append(comparison)
         payload_bytes = sum(entry.nbytes for entry in reader.tensors.values())

@@ -7,14 +7,17 @@ tensor that was converted through float32 is converted again and must give the s
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.readahead import ReadAhead
+from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import TYPES
 from ds4q.artifact.walk import TensorVisitor
@@ -93,16 +96,25 @@ def check_inventory(reader: Reader, check: Check) -> None:
 
 
 class _AgainstSource:
-    def __init__(self, reader: RowReader, tensor: PlannedTensor) -> None:
+    """Compares packed rows with source rows, and the source's digests with the receipt's."""
+
+    def __init__(
+        self, reader: RowReader, tensor: PlannedTensor, record: TensorRecord | None
+    ) -> None:
         self._reader = reader
         self._tensor = tensor
+        self._record = record
+        self._hashers = [xxhash.xxh3_128(), xxhash.xxh3_128()]  # weight, scale
         self._failures: list[Failure] = []
 
     def rows(self, first: int, count: int, packed: U8) -> None:
         if self._failures:
             return
         name = self._tensor.entry.name
-        rows, _ = self._reader.read(first, count)
+        rows, parts = self._reader.read(first, count)
+        if self._record is not None:
+            for hasher, part in zip(self._hashers, parts, strict=False):
+                hasher.update(part.data)
         try:
             found = compare(rows, self._tensor.target, packed)
         except SourceError as error:
@@ -125,7 +137,35 @@ class _AgainstSource:
             )
 
     def done(self) -> list[Failure]:
+        if not self._failures and self._record is not None:
+            self._compare_sources(self._record)
         return self._failures
+
+    def _compare_sources(self, record: TensorRecord) -> None:
+        """What the receipt says of the source tensors is what they are."""
+        if self._reader.whole_scale is not None:
+            self._hashers[1].update(self._reader.whole_scale.data)
+        unit = self._tensor.unit
+        tensors = [unit.weight] + ([unit.scale] if unit.scale else [])
+        found = tuple(
+            SourceRecord(t.name, t.dtype, t.shape, hasher.hexdigest())
+            for t, hasher in zip(tensors, self._hashers, strict=False)
+        )
+        if found != record.sources:
+            name = self._tensor.entry.name
+            self._failures.append(
+                Failure(
+                    "receipt records another source",
+                    tensor=name,
+                    expected=_source_text(record.sources),
+                    found=_source_text(found),
+                    **place(name),
+                )
+            )
+
+
+def _source_text(sources: Iterable[SourceRecord]) -> str:
+    return ", ".join(f"{s.name} {s.dtype} {list(s.shape)} {s.xxh3}" for s in sources)
 
 
 class _Refused:
@@ -142,8 +182,17 @@ class _Refused:
 class SourceComparison:
     """A visitor of ``artifact.walk``: the artifact equals what its source demands."""
 
-    def __init__(self, check: Check, checkpoint: Checkpoint, audit: Audit, reader: Reader) -> None:
+    def __init__(
+        self,
+        check: Check,
+        checkpoint: Checkpoint,
+        audit: Audit,
+        reader: Reader,
+        receipt: Receipt | None = None,
+    ) -> None:
         self.check = check
+        records = () if receipt is None else receipt.tensors
+        self._records = {record.name: record for record in records}
         self._checkpoint = checkpoint
         self._audit = audit
         self._artifact = reader
@@ -203,7 +252,7 @@ class SourceComparison:
             )
         except SourceError as error:
             return _Refused(Failure(str(error), tensor=entry.name, **where))
-        return _AgainstSource(reader, tensor)
+        return _AgainstSource(reader, tensor, self._records.get(entry.name))
 
     def compare_whole(self) -> None:
         """What no payload shows: tensors that are not there, and texts in the metadata."""

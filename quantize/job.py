@@ -163,7 +163,9 @@ class Job:
         """Refuse, before any work, what cannot end well: place, existing files, free space."""
         folder = self.out.parent
         if not folder.is_dir():
-            raise OutputPlaceError("output folder does not exist", path=folder)
+            raise OutputPlaceError(
+                "output folder does not exist", path=folder, remedy="create it, or choose another"
+            )
         if self.checkpoint.folder.resolve() in (folder.resolve(), *folder.resolve().parents):
             raise OutputPlaceError(
                 "output lies inside the source folder",
@@ -303,8 +305,7 @@ class Job:
             return
         if begun is not None:
             self._forget(begun)
-        shards = {name: [s.size, s.identity[3]] for name, s in self.checkpoint.shards.items()}
-        self._journal = Journal.create(path, self.identity(), shards)
+        self._journal = Journal.create(path, self.identity(), _marks(self.checkpoint))
 
     def _forget(self, begun: EarlierJournal) -> None:
         """Remove the partial files of an abandoned job that this one does not write anew."""
@@ -353,7 +354,7 @@ class Job:
         return tuple(receipts), kept_bytes
 
     def _trusted(self, earlier: EarlierJournal) -> Earlier:
-        now = {name: [s.size, s.identity[3]] for name, s in self.checkpoint.shards.items()}
+        now = _marks(self.checkpoint)
         return Earlier(
             {(r.output, r.tensor, r.block): r for r in earlier.blocks},
             frozenset(name for name in now if earlier.shards.get(name) != now[name]),
@@ -409,6 +410,19 @@ class Job:
         )
 
 
+def _marks(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """What shows that a shard is not the file that an earlier run read.
+
+    The change time is among it: a tool that copies can restore the modification time.
+    """
+    marks = {}
+    for name, shard in checkpoint.shards.items():
+        status = os.fstat(shard.fd)
+        times = [status.st_mtime_ns, status.st_ctime_ns]
+        marks[name] = [status.st_dev, status.st_ino, status.st_size, *times]
+    return marks
+
+
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL_SUFFIX)
 
@@ -422,8 +436,12 @@ def _standing(path: Path) -> Path:
 def _check_target(path: Path) -> None:
     """Only a regular file may be replaced, whatever the user allows."""
     try:
-        mode = path.stat().st_mode
+        mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        raise OutputPlaceError("output is a folder or a device, not a file", path=path)
+        raise OutputPlaceError(
+            "output is a folder, a device or a link, not a file",
+            path=path,
+            remedy="name the file itself",
+        )

@@ -64,7 +64,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, identity: dict[str, Any], shards: dict[str, list[int]]) -> Journal:
-        """A new journal. ``shards`` says which files were read: name -> [size, mtime_ns].
+        """A new journal. ``shards`` says what was read: name -> numbers that change with the file.
 
         A first line cut by a crash is no journal; the partial file beside it is then started over.
         """

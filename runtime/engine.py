@@ -209,9 +209,15 @@ def _checked_config(reader: Reader) -> ModelConfig:
     ours = reader.metadata.get("ds4q")
     if isinstance(ours, dict) and ours.get("partial"):
         raise RunError(
-            "the artifact was made from part of a model",
+            "the artifact holds only part of a model",
             path=reader.path,
-            remedy="quantize the whole checkpoint without --allow-partial",
+            remedy="quantize the whole checkpoint, without --allow-partial and prefixes",
+        )
+    if reader.tensors and all(name.startswith("mtp.") for name in reader.tensors):
+        raise RunError(
+            "this is the draft part of a model",
+            path=reader.path,
+            remedy="run the artifact that it was written beside",
         )
     config = reader.metadata.get("config")
     if not isinstance(config, dict):

@@ -91,6 +91,7 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
     from ds4q.artifact.errors import Ds4qError  # not needed by a command that ends well
 
     if isinstance(error, KeyboardInterrupt):
+        _ignore_further_stops()
         terminated = isinstance(error, Terminated)
         say("ds4q: terminated" if terminated else "ds4q: interrupted")
         for note in getattr(error, "__notes__", []):
@@ -113,6 +114,13 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
             say("".join(traceback.format_exception(error)).rstrip())
     say(f"ds4q: error: {one_line(text)}")
     return EXIT_FAILED
+
+
+def _ignore_further_stops() -> None:
+    """The command is ending: a second Ctrl-C would only tear a traceback out of the clean-up."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _os_error_text(error: OSError) -> str:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -32,6 +33,7 @@ VERBOSE = "ds4q.verbose"
 MAX_THREADS = 1024
 PLAIN_LINE_EVERY_S = 1.0
 PLAIN_TABLE_WIDTH = 200
+MARK_WITHIN_BYTES = 4096
 
 
 class Terminated(KeyboardInterrupt):
@@ -71,6 +73,44 @@ def last_words(line: Callable[[], str | None]) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         if text := line():
             stop.add_note(text)
+        raise
+
+
+# --- files that a user names for a report ------------------------------------------------------
+
+
+def claim_report(path: Path, option: str, mark: bytes) -> None:
+    """Refuse, before any work, a report file that could not be written or is not ours to replace.
+
+    An existing file is replaced only if it is an earlier report, which its beginning shows by
+    ``mark``; a slip of the hand must not cost an artifact.
+    """
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint=option)
+    if path.exists():
+        if not path.is_file():
+            raise click.BadParameter(f"{str(path)!r} is not a file", param_hint=option)
+        with path.open("rb") as file:
+            head = file.read(MARK_WITHIN_BYTES)
+        if head and mark not in head:
+            raise click.BadParameter(
+                f"{str(path)!r} exists and is no earlier report; choose another name",
+                param_hint=option,
+            )
+    if not os.access(path.parent, os.W_OK):
+        raise click.BadParameter(f"cannot write in {str(path.parent)!r}", param_hint=option)
+
+
+def write_report(path: Path, text: str) -> None:
+    """Write ``text`` to a claimed file, whole or not at all."""
+    sibling = path.with_name(path.name + ".tmp")
+    try:
+        sibling.write_text(text, encoding="utf-8")
+        os.replace(sibling, path)
+    except OSError as error:
+        with suppress(OSError):
+            sibling.unlink()
+        error.filename, error.filename2 = str(path), None
         raise
 
 

@@ -26,7 +26,6 @@ RECIPES = ("fp4", "fp4-q8", "fp4-f16")
     "-o",
     "--output",
     "out",
-    type=click.Path(path_type=Path),
     required=True,
     metavar="OUT.hfq",
     help="Artifact to write; a draft model goes beside it (OUT-dspark.hfq, OUT-mtp.hfq).",
@@ -73,7 +72,7 @@ RECIPES = ("fp4", "fp4-q8", "fp4-f16")
 @common.talk_options
 def command(
     source: Path,
-    out: Path,
+    out: str,
     recipe: str,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -103,7 +102,7 @@ def command(
     from ds4q.quantize.journal import journal_path
 
     def resume_line() -> str | None:
-        return _resume_line() if journal_path(out).exists() else None
+        return _resume_line() if journal_path(Path(out)).exists() else None
 
     with common.last_words(resume_line):
         summary = quantize(

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds4q.cli.common import emit_json, json_option, progress, say, talk_options, threads_option
+from ds4q.cli.common import (
+    claim_report,
+    emit_json,
+    json_option,
+    progress,
+    say,
+    talk_options,
+    threads_option,
+    write_report,
+)
 
 if TYPE_CHECKING:
     from ds4q.runtime.engine import Engine
@@ -142,8 +151,8 @@ def command(
         raise click.UsageError("-p and --prompt-ids exclude each other")
     if think and (raw or prompt_ids):
         raise click.UsageError("--think belongs to the chat format: leave out --raw, --prompt-ids")
-    if stats is not None and not stats.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {str(stats.parent)!r}", param_hint="--stats")
+    if stats is not None:
+        claim_report(stats, "--stats", b'"timings"')
     text = None if prompt_ids else _prompt_text(prompt)
 
     from ds4q.artifact.hfq import Reader
@@ -190,7 +199,7 @@ def command(
     if as_json:
         emit_json(_answer(generation, has_text=tokenizer is not None, thinking=think) | report)
     if stats is not None:
-        stats.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_report(stats, json.dumps(report, indent=2) + "\n")
     if not quiet:
         _say_statistics(report, verbose=verbose)
     if stop is not None:

@@ -54,6 +54,8 @@ def command(
 
     Exit status 0: every check passed; 1: at least one failed.
     """
+    if junit is not None:
+        common.claim_report(junit, "--junit", b"ds4q verify")
     from ds4q.api import verify
 
     report = verify(
@@ -63,12 +65,12 @@ def command(
         threads=threads,
         progress=partial(common.progress, quiet=quiet),
     )
-    if junit is not None:
-        junit.write_text(report.junit(), encoding="utf-8")
     if as_json:
         common.emit_json(report.document())
     else:
         _print(report)
+    if junit is not None:  # last: what is on the screen must not be lost with it
+        common.write_report(junit, report.junit())
     if not report.ok:
         click.get_current_context().exit(1)
 

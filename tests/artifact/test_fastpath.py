@@ -160,3 +160,18 @@ def test_compiled_code_lies_in_the_folder_of_its_stamp(
     assert jit(seven)() == 7
     assert str(tmp_path) == config.CACHE_DIR, "the caller's setting is kept"
     assert [path.name for path in tmp_path.iterdir()] == [fastpath._stamp("artifact")]
+
+
+def test_kernels_compile_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, cache: bool = False, **options: object) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(numba, "njit", refuse)
+
+    def seven() -> int:
+        return 7
+
+    seven.__module__ = "ds4q.artifact.nothing"
+    assert jit(seven)() == 7

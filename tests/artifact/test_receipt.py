@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import struct
 import tracemalloc
 from dataclasses import asdict, replace
@@ -412,3 +413,11 @@ def test_artifact_of_another_tool(tmp_path: Path) -> None:
     other = artifact(tmp_path, "other.hfq")
     receipt_path(other).write_bytes(receipt_of(other).encode())
     assert found(path) is None
+
+
+def test_a_pipe_in_place_of_a_receipt_is_refused_at_once(tmp_path: Path) -> None:
+    path = artifact(tmp_path)
+    os.mkfifo(tmp_path / "pipe.receipt")
+    assert found(path) is None
+    with pytest.raises(ReceiptError, match="not a regular file"):
+        read_receipt(tmp_path / "pipe.receipt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -222,3 +223,41 @@ def test_a_file_on_stderr_gets_no_bar(tmp_path: Path, monkeypatch: pytest.Monkey
     with open(tmp_path / "log", "w+") as log:
         monkeypatch.setattr(sys, "stderr", log)
         assert not common._stderr_can_redraw()
+
+
+# --- files that a user names for a report
+
+
+def test_a_report_replaces_an_earlier_report_and_nothing_else(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    common.claim_report(report, "--junit", b"mark")
+    common.write_report(report, "first mark")
+    common.claim_report(report, "--junit", b"mark")
+    common.write_report(report, "second mark")
+    assert report.read_text("utf-8") == "second mark"
+    assert list(tmp_path.iterdir()) == [report]
+    report.write_text("an artifact of 150 GB")
+    with pytest.raises(click.BadParameter, match="exists and is no earlier report"):
+        common.claim_report(report, "--junit", b"mark")
+
+
+@pytest.mark.parametrize("place", ["no/such/folder.xml", ".", "/dev/full"])
+def test_a_report_that_cannot_be_written_is_refused_before_work(tmp_path: Path, place: str) -> None:
+    with pytest.raises(click.BadParameter):
+        common.claim_report(tmp_path / place, "--junit", b"mark")
+
+
+def test_a_report_that_fails_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "report.xml"
+    common.write_report(report, "first")
+
+    def fail(source: object, target: object) -> None:
+        raise OSError(errno.EIO, "broken disk", str(source))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="broken disk") as caught:
+        common.write_report(report, "second")
+    assert caught.value.filename == str(report)
+    assert (report.read_text("utf-8"), list(tmp_path.iterdir())) == ("first", [report])

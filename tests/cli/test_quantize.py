@@ -167,7 +167,9 @@ def test_each_refusal_is_one_line_with_its_place_and_a_remedy(source: Path, fold
     out = folder / "x.hfq"
     part = (source, "--allow-partial", "-o")
     assert refused(source / "no", "-o", out).startswith(f"{source / 'no'}: not found")
-    assert refused(*part, "/dev/full").startswith("/dev/full: output is a folder or a device")
+    assert refused(*part, "/dev/full").startswith(
+        "/dev/full: output is a folder, a device or a link"
+    )
     assert refused(*part, folder).startswith(f"{folder}: output is a folder")
     assert "output folder does not exist" in refused(*part, folder / "no" / "x.hfq")
     assert "inside the source folder" in refused(*part, source / "x.hfq")

@@ -135,10 +135,21 @@ def test_junit_of_a_sound_file_has_no_failure(artifact: Path, tmp_path: Path) ->
     assert not list(ElementTree.parse(tmp_path / "r.xml").iter("failure"))
 
 
-def test_a_report_that_cannot_be_written_is_one_line(artifact: Path, tmp_path: Path) -> None:
-    result = verify(artifact, "--junit", tmp_path / "no" / "r.xml", "-q")
-    assert result.exit_code == 1
-    assert result.stderr == f"ds4q: error: {tmp_path / 'no' / 'r.xml'}: No such file or directory\n"
+def test_a_report_that_cannot_be_written_is_refused_before_work(
+    artifact: Path, tmp_path: Path
+) -> None:
+    for place in (tmp_path / "no" / "r.xml", tmp_path, artifact):
+        before = artifact.read_bytes()
+        result = verify(artifact, "--junit", place)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert str(place) in result.stderr or str(place.parent) in result.stderr
+        assert artifact.read_bytes() == before
+
+
+def test_an_earlier_report_is_replaced(artifact: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert verify(artifact, "--junit", tmp_path / "r.xml").exit_code == 0
+    assert ElementTree.parse(tmp_path / "r.xml").getroot().tag == "testsuites"
 
 
 def test_a_hundred_failures_are_listed_and_all_are_counted(

@@ -118,7 +118,7 @@ def test_a_folder_at_a_final_name_is_refused_even_with_force(
             OutputPlaceError,
             partial(models.run, source, folder / "x.hfq", force=force),
             path=folder / which,
-            says=["a folder or a device"],
+            says=["output is a folder, a device or a link"],
         )
     assert names(folder) == [which]
 
@@ -155,16 +155,28 @@ def test_existing_output_is_refused_without_force(
     assert models.digests(folder) == expected
 
 
-def test_a_link_to_a_file_is_replaced_not_followed(
-    source: Path, folder: Path, expected: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("dangling", [False, True])
+@pytest.mark.parametrize(
+    "which", ["x.hfq", "x.hfq.receipt", "x.hfq.partial", "x.hfq.receipt.partial"]
+)
+def test_a_link_is_neither_followed_nor_replaced(
+    which: str, dangling: bool, source: Path, folder: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "precious").write_text("untouched")
-    (folder / "x.hfq").symlink_to(tmp_path / "precious")
-    with pytest.raises(OutputExistsError):
-        models.run(source, folder / "x.hfq")
-    models.run(source, folder / "x.hfq", force=True)
-    assert (tmp_path / "precious").read_text() == "untouched"
-    assert models.digests(folder) == expected
+    """Bytes would go where the user did not see them go."""
+    precious = tmp_path / "precious"
+    if not dangling:
+        precious.write_text("untouched")
+    (folder / which).symlink_to(precious)
+    for force in (False, True):
+        check_refused(
+            OutputPlaceError,
+            partial(models.run, source, folder / "x.hfq", force=force),
+            path=folder / which,
+            says=["a link"],
+        )
+    assert names(folder) == [which]
+    assert precious.exists() != dangling
+    assert dangling or precious.read_text() == "untouched"
 
 
 def test_a_job_that_lies_unfinished_says_how_much_is_done(source: Path, folder: Path) -> None:
@@ -227,12 +239,11 @@ def test_a_folder_at_a_partial_name_is_refused(which: str, source: Path, folder:
     assert names(folder) == [which]
 
 
-@pytest.mark.parametrize("which", ["x.hfq.partial", "x.hfq.journal", "x.hfq.receipt.partial"])
-def test_bytes_are_not_led_elsewhere_by_a_link(
-    which: str, source: Path, folder: Path, tmp_path: Path
+def test_a_journal_that_is_a_link_leads_no_bytes_elsewhere(
+    source: Path, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "precious").write_text("untouched")
-    (folder / which).symlink_to(tmp_path / "precious")
+    (folder / "x.hfq.journal").symlink_to(tmp_path / "precious")
     with pytest.raises(WriteError, match="symbolic links"):
         models.run(source, folder / "x.hfq", force=True)
     assert (tmp_path / "precious").read_text() == "untouched"
