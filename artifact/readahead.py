@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,9 @@ class ReadAhead:
     def __init__(self, items: Sequence[Sequence[Range]]) -> None:
         self._items = items
         self._advised = [0] * len(items)
+        sizes = (sum(part.nbytes for part in item) for item in items)
+        self._starts = list(accumulate(sizes, initial=0))  # of each item, and the end of the last
+        self._frontier = 0  # items before it were brought in: none is looked at twice
         self._lock = threading.Lock()
 
     def take(self, number: int) -> Callable[[int], None]:
@@ -58,14 +62,19 @@ class ReadAhead:
         Returns a function to be called with the bytes of the leading range that were read.
         """
         self._reach(number, 0)
-        budget = AHEAD_BYTES
-        for following in range(number + 1, len(self._items)):
-            size = sum(part.nbytes for part in self._items[following])
+        horizon = self._starts[number + 1] + AHEAD_BYTES
+        while (following := self._next_before(number, horizon)) is not None:
             self._reach(following, 0)
-            budget -= size
-            if budget <= 0:
-                break
         return partial(self._reach, number)
+
+    def _next_before(self, number: int, horizon: int) -> int | None:
+        """The next item behind ``number`` to bring in, if it begins before ``horizon``."""
+        with self._lock:
+            following = max(self._frontier, number + 1)
+            if following == len(self._items) or self._starts[following] >= horizon:
+                return None
+            self._frontier = following + 1
+            return following
 
     def _reach(self, number: int, done: int) -> None:
         """The leading range of item ``number`` has been read up to byte ``done``."""
