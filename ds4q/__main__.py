@@ -1,6 +1,6 @@
 """Lets ``python -m ds4q`` do what the ``ds4q`` command does."""
 
-from ds4q.cli import main
+from ds4q.cli import entry
 
 if __name__ == "__main__":
-    main()
+    entry()

@@ -31,6 +31,9 @@ COMMANDS = {
 }
 """Name and one line of each command, in the order of ``ds4q --help``."""
 
+OWN_PROCESS = object()
+"""Given to ``main`` as ``obj`` by whoever runs nothing else in the process after it."""
+
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -63,6 +66,8 @@ class Ds4q(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except (Exception, KeyboardInterrupt) as error:
+            if ctx.obj is OWN_PROCESS and isinstance(error, KeyboardInterrupt):
+                _ignore_further_stops()
             ctx.exit(ending(error, verbose=ctx.meta.get(VERBOSE, False)))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +96,6 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
     from ds4q.artifact.errors import Ds4qError  # not needed by a command that ends well
 
     if isinstance(error, KeyboardInterrupt):
-        _ignore_further_stops()
         terminated = isinstance(error, Terminated)
         say("ds4q: terminated" if terminated else "ds4q: interrupted")
         for note in getattr(error, "__notes__", []):
@@ -117,10 +121,9 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
 
 
 def _ignore_further_stops() -> None:
-    """The command is ending: a second Ctrl-C would only tear a traceback out of the clean-up."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """The process is ending: a second Ctrl-C would only tear a traceback out of the clean-up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _os_error_text(error: OSError) -> str:
@@ -185,3 +188,8 @@ def main() -> None:
     failed, 2 wrong usage, 130 interrupted, 143 terminated. Options may also be set in the
     environment: DS4Q_RUN_THREADS=4 is --threads 4 for 'ds4q run'.
     """
+
+
+def entry() -> None:
+    """The ``ds4q`` command as a process of its own."""
+    main(obj=OWN_PROCESS)

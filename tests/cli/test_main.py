@@ -165,6 +165,47 @@ def test_signals_to_a_real_process(number: signal.Signals, status: int) -> None:
     assert "Traceback" not in err
 
 
+STUBBORN = WAITING.replace('group(["wait"])', 'group(["wait"], obj=OWN_PROCESS)').replace(
+    "import Ds4q, common",
+    """import OWN_PROCESS, Ds4q, common
+import threading
+threading.Thread(target=time.sleep, args=(1.0,)).start()  # the process ends when this has""",
+)
+
+
+def test_a_second_ctrl_c_tears_no_traceback_out_of_the_clean_up() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        said = [child.stderr.readline() for _ in range(2)]
+        child.send_signal(signal.SIGINT)
+        rest = child.stderr.read()
+        child.wait(120)
+    assert said == ["ds4q: interrupted\n", "go on with: --resume\n"]
+    assert (child.returncode, rest) == (130, "")
+
+
+def test_a_stopped_command_leaves_the_handlers_of_a_program_that_called_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    group = Ds4q("ds4q")
+    monkeypatch.setattr(group, "get_command", lambda ctx, name: stop)
+    with pytest.raises(SystemExit) as caught:
+        group(["stop"])
+    assert caught.value.code == 130
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@click.command()
+def stop() -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_reader_that_leaves_gets_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
