@@ -28,6 +28,7 @@ class TokenizerError(RunError, ValueError):
     """The artifact's tokenizer cannot be used."""
 
     rule = "tokenizer.json in the metadata cannot be used"
+    cure = "run with --prompt-ids, or quantize again with a sound tokenizer.json"
 
 
 class ControlTokenError(RunError, LookupError):

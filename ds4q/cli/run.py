@@ -20,6 +20,7 @@ from ds4q.cli.common import (
     say,
     talk_options,
     threads_option,
+    warn,
     write_report,
 )
 
@@ -163,6 +164,8 @@ def command(
     # What the metadata alone can refuse is refused before the weights are read.
     with Reader(file) as reader:
         metadata = reader.metadata
+        for warning in reader.warnings:
+            warn(f"{file}: {warning}")
     tokenizer = Tokenizer.from_metadata(metadata, path=file)
     stops = stop_ids(metadata, tokenizer)
     sampling = sampling_defaults(metadata_object(metadata, "generation_config"))
@@ -342,6 +345,9 @@ def _say_statistics(report: Mapping[str, Any], *, verbose: bool) -> None:
             f"loaded in {times['load_s']:.2f} s; temperature {sampling['temperature']:g}, "
             f"top_p {sampling['top_p']:g}, seed {sampling['seed']}"
         )
+    if not usage["completion_tokens"]:  # stopped while the prompt was read: no figure holds
+        say(f"prompt: {usage['prompt_tokens']} tokens; ended by: interrupt before the first token")
+        return
     prefill = _rate_text(times["prefill_s"], times["prefill_tokens_per_s"])
     decode = _rate_text(times["decode_s"], times["decode_tokens_per_s"])
     say(f"prompt: {usage['prompt_tokens']} tokens in {prefill}")

@@ -54,7 +54,8 @@ class Tokenizer:
             self._text = tokenizers.Tokenizer.from_str(json.dumps(parsed, ensure_ascii=False))
             decoder = (parsed.get("decoder") or {}).get("type")
         except Exception as error:  # the library raises bare Exception for a malformed file
-            raise TokenizerError(path=path, found=f"{type(error).__name__}: {error}") from None
+            lacks = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise TokenizerError(path=path, found=lacks) from None
         if decoder != "ByteLevel":
             raise TokenizerError(
                 "tokenizer is not byte-level",

@@ -454,6 +454,23 @@ def test_stop_finishes_the_line_and_reports(
     assert json.loads(stats.read_text(encoding="utf-8"))["finish_reason"] is None
 
 
+def test_stop_before_the_first_token_reports_no_speed(artifact: str, answer: Answer) -> None:
+    answer(KeyboardInterrupt())
+    result = run(artifact, "-p", "hi")
+    assert result.exit_code == 130
+    assert "ended by: interrupt before the first token" in result.stderr
+    assert "tokens/s" not in result.stderr
+
+
+def test_bytes_behind_the_last_payload_are_spoken_of(artifact: str, answer: Answer) -> None:
+    with open(artifact, "ab") as file:
+        file.write(b"12345")
+    answer(*b"ab")
+    result = run(artifact, "-p", "hi")
+    assert result.exit_code == 0
+    assert f"warning: {artifact}: 5 bytes follow the last payload" in result.stderr
+
+
 def test_stop_with_json_is_still_one_document(artifact: str, answer: Answer) -> None:
     answer(*b"ab", 0xE4, KeyboardInterrupt())
     result = run(artifact, "-p", "hi", "--json")
