@@ -466,7 +466,7 @@ def test_bytes_behind_the_last_payload_are_spoken_of(artifact: str, answer: Answ
     with open(artifact, "ab") as file:
         file.write(b"12345")
     answer(*b"ab")
-    result = run(artifact, "-p", "hi")
+    result = run(artifact, "-p", "hi", "--max-tokens", "2")
     assert result.exit_code == 0
     assert f"warning: {artifact}: 5 bytes follow the last payload" in result.stderr
 
