@@ -16,6 +16,7 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
+from heapq import heappop
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,12 +62,15 @@ class _Gate:
     def __init__(self, end: int) -> None:
         self._moved = threading.Condition()
         self._hashed = 0
-        self._starts: set[int] = set()
+        self._starts: set[int] = set()  # of tensors that are not checked yet
+        self._order: list[int] = []  # the same as a heap; what left the set is dropped at the top
         self._end = end
         self.closed = False
 
     def _checked(self) -> int:
-        return min(self._starts, default=self._end)
+        while self._order and self._order[0] not in self._starts:
+            heappop(self._order)
+        return self._order[0] if self._order else self._end
 
     def begin(self, offset: int) -> None:
         with self._moved:
@@ -79,6 +83,7 @@ class _Gate:
 
     def expect(self, offsets: Sequence[int]) -> None:
         self._starts.update(offsets)
+        self._order = sorted(self._starts)
 
     def hashed(self, nbytes: int) -> None:
         with self._moved:
