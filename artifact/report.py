@@ -35,6 +35,13 @@ class Failure:
     expected: str | int | None = None
     found: str | int | None = None
 
+    @classmethod
+    def of(cls, error: Ds4qError, message: str, **where: Any) -> Failure:
+        """A failure with the tensor and the values of ``error``."""
+        expected = None if error.expected is None else str(error.expected)
+        found = None if error.found is None else str(error.found)
+        return cls(message, tensor=error.tensor, expected=expected, found=found, **where)
+
     def line(self) -> str:
         """The failure in one line, for people."""
         where = [self.tensor] if self.tensor else []
@@ -76,12 +83,10 @@ class Check:
 
     def fail_with(self, error: Ds4qError, **where: Any) -> None:
         """Count an error as a failure."""
-        expected = None if error.expected is None else str(error.expected)
-        found = None if error.found is None else str(error.found)
         message = error.what if not error.remedy else f"{error.what}; {error.remedy}"
         if error.path is not None and error.path != self.path:
             message = f"{error.path}: {message}"
-        self.fail(Failure(message, tensor=error.tensor, expected=expected, found=found, **where))
+        self.fail(Failure.of(error, message, **where))
 
     def lines(self) -> list[str]:
         """Each listed failure in one line, and how many are not listed."""

@@ -199,14 +199,8 @@ class _Legal:
         try:
             self._codec.validate(packed, (count, self._k), first_row=first, tensor=self._entry.name)
         except ArtifactError as error:
-            self._failures.append(
-                Failure(
-                    error.what,
-                    tensor=self._entry.name,
-                    expected=None if error.expected is None else str(error.expected),
-                    found=None if error.found is None else str(error.found),
-                )
-            )
+            located = error.located(tensor=self._entry.name)
+            self._failures.append(Failure.of(located, located.what))
 
     def done(self) -> list[Failure]:
         return self._failures

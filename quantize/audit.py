@@ -67,6 +67,11 @@ class Unit:
         """Name of the weight, without ``model.``."""
         return self.weight.name
 
+    @property
+    def tensors(self) -> tuple[SourceTensor, ...]:
+        """The weight, and its scale where it has one."""
+        return (self.weight,) if self.scale is None else (self.weight, self.scale)
+
 
 @dataclass(frozen=True, slots=True)
 class Audit:

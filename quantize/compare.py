@@ -146,10 +146,9 @@ class _AgainstSource:
         if self._reader.whole_scale is not None:
             self._hashers[1].update(self._reader.whole_scale.data)
         unit = self._tensor.unit
-        tensors = [unit.weight] + ([unit.scale] if unit.scale else [])
         found = tuple(
             SourceRecord(t.name, t.dtype, t.shape, hasher.hexdigest())
-            for t, hasher in zip(tensors, self._hashers, strict=False)
+            for t, hasher in zip(unit.tensors, self._hashers, strict=False)
         )
         if found != record.sources:
             name = self._tensor.entry.name
@@ -273,7 +272,7 @@ class SourceComparison:
         self.check.figures |= {
             "tensors": len(reader.tensors),
             "source_bytes": sum(
-                unit.weight.nbytes + (unit.scale.nbytes if unit.scale else 0)
+                sum(tensor.nbytes for tensor in unit.tensors)
                 for unit in self._units.values()
                 if unit.name in reader.tensors
             ),

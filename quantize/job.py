@@ -340,8 +340,7 @@ class Job:
         for o, output in enumerate(self.plan.outputs):
             results.append([pipeline.results[o, t] for t in range(len(output.tensors))])
             for tensor, result in zip(output.tensors, results[-1], strict=True):
-                sources = [tensor.unit.weight] + ([tensor.unit.scale] if tensor.unit.scale else [])
-                names = [source.name for source in sources]
+                names = [source.name for source in tensor.unit.tensors]
                 digests |= dict(zip(names, result.sources, strict=True))
         digest = source_digest(self.checkpoint, digests)
         receipts = []

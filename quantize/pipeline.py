@@ -26,7 +26,7 @@ from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
 from ds4q.artifact.types import row_runs
 from ds4q.artifact.writer import PartialFile, WriteError
 from ds4q.quantize.audit import Audit
-from ds4q.quantize.checkpoint import Checkpoint, SourceTensor
+from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.convert import Events, pack
 from ds4q.quantize.journal import BlockRecord, Journal
 from ds4q.quantize.plan import Output, Plan, PlannedTensor
@@ -101,7 +101,7 @@ class Pipeline:
         self._audit = audit
         self.plan = plan
         self.files = files
-        self._journal = journal
+        self.journal = journal
         self.earlier = earlier
         self.advance = advance
         self.stop = threading.Event()
@@ -157,10 +157,6 @@ class Pipeline:
 
     # ------------------------------------------------------------ syncing
 
-    def written(self, record: BlockRecord) -> None:
-        """Journal a block whose data was handed to the file."""
-        self._journal.record(record)
-
     def _sync_loop(self) -> None:
         """Push data to the disk now and then, so that a power loss costs seconds, not hours.
 
@@ -170,7 +166,7 @@ class Pipeline:
         while not self.stop.wait(SYNC_SECONDS):
             for file in self.files:
                 file.sync()
-            self._journal.sync()
+            self.journal.sync()
 
 
 class _TensorWork:
@@ -242,7 +238,7 @@ class _TensorWork:
             self._sources(own),
             events.document(),
         )
-        self._job.written(record)
+        self._job.journal.record(record)
         return record
 
     def _still_there(self, first: int, count: int, record: BlockRecord) -> bool:
@@ -252,7 +248,7 @@ class _TensorWork:
         not the file that the earlier run saw.
         """
         unit = self._tensor.unit
-        shards = {tensor.shard for tensor in (unit.weight, unit.scale) if tensor is not None}
+        shards = {tensor.shard for tensor in unit.tensors}
         read_source = self._several or bool(shards & self._job.earlier.distrusted)
         own, whole = Hashers(), self._whole.copy()
         for row, n, packed, offset in self._chunks(first, count):
@@ -296,7 +292,6 @@ def tensor_records(output: Output, results: list[Packed]) -> tuple[TensorRecord,
     records = []
     for tensor, result in zip(output.tensors, results, strict=True):
         unit = tensor.unit
-        sources: list[SourceTensor] = [unit.weight] + ([unit.scale] if unit.scale else [])
         records.append(
             TensorRecord(
                 tensor.entry.name,
@@ -306,7 +301,7 @@ def tensor_records(output: Output, results: list[Packed]) -> tuple[TensorRecord,
                 result.packed,
                 tuple(
                     SourceRecord(source.name, source.dtype, source.shape, digest)
-                    for source, digest in zip(sources, result.sources, strict=True)
+                    for source, digest in zip(unit.tensors, result.sources, strict=True)
                 ),
                 result.events.document(),
             )

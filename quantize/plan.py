@@ -194,7 +194,7 @@ def _part(unit: Unit, options: Options) -> Part:
 
 
 def _source_names(unit: Unit) -> list[str]:
-    return [tensor.name for tensor in (unit.weight, unit.scale) if tensor is not None]
+    return [tensor.name for tensor in unit.tensors]
 
 
 def _select(units: Sequence[Unit], options: Options) -> tuple[list[Unit], list[tuple[Unit, str]]]:

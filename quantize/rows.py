@@ -36,8 +36,7 @@ class Buffers:
 
 def source_ranges(checkpoint: Checkpoint, unit: Unit) -> list[Range]:
     """Where the bytes of a weight and its scale lie, for ``ReadAhead``."""
-    tensors = [unit.weight] + ([unit.scale] if unit.scale else [])
-    return [Range(checkpoint.shards[t.shard].fd, t.offset, t.nbytes) for t in tensors]
+    return [Range(checkpoint.shards[t.shard].fd, t.offset, t.nbytes) for t in unit.tensors]
 
 
 class RowReader:
