@@ -141,6 +141,20 @@ class PayloadSizeError(ArtifactError):
     rule = "payload length does not fit type and shape"
 
 
+class CodingError(ArtifactError):
+    """A payload whose meaning is not told, told twice, or told in an unknown word.
+
+    ``rule_id`` is the short name of the broken rule in FORMAT.md; the message begins with it.
+    """
+
+    rule = "the artifact does not say how to decode this tensor"
+
+    @classmethod
+    def of(cls, rule_id: str, what: str, **where: Any) -> Self:
+        """An error whose message begins with ``rule_id``, as in ``mix-row-unmapped: ...``."""
+        return cls(f"{rule_id}: {what}", **where)
+
+
 class PayloadValueError(ArtifactError):
     """Payload bytes that the type forbids: a NaN scale, a bad row header, an id out of range."""
 

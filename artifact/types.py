@@ -1,7 +1,8 @@
 """Owns the table of tensor types: number, name, block geometry. Every size derives from it.
 
-Numbers are HFQ's (hipfire ``docs/quant-formats/qt-register.txt``), a different space from GGML's:
-21 is HFP4G32 here and IQ3_S there. Nothing here decodes; codecs live in ``formats/``.
+Numbers below 54 are HFQ's (hipfire ``docs/quant-formats/qt-register.txt``), a different space from
+GGML's: 21 is HFP4G32 here and IQ3_S there. Numbers 100 to 107 are ROCmFPX's GGML numbers (Lucebox's
+meaning), 120 is ds4q's own. Nothing here decodes; codecs live in ``formats/``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ds4q.artifact.errors import IndexFieldError, PayloadSizeError, TensorTypeError
 
@@ -24,6 +26,9 @@ class TensorType:
     of this upstream type is not known here. ``pad_blocks``: a row carries one more byte for each
     block that its number of blocks lacks to a multiple. ``group_size`` is what the index entry
     carries. ``codec`` names the module in ``formats/`` that decodes it, or is empty.
+    ``row_multiple``: blocks do not run across rows, and a row's length must be a multiple of it.
+    ``coding`` names what a payload cannot be read without: "variant" (one word for the artifact) or
+    "row" (the tensor's row of a decode table).
     """
 
     id: int
@@ -35,6 +40,8 @@ class TensorType:
     pad_blocks: int = 1
     group_size: int = 0
     codec: str = ""
+    row_multiple: int = 0
+    coding: Literal["", "variant", "row"] = ""
 
     def row_bytes(self, k: int) -> int:
         """Bytes of one row of ``k`` elements, header included.
@@ -47,7 +54,9 @@ class TensorType:
         if not self.block:
             raise TensorTypeError(f"the length of {self.name} is not known")
         expected: str | None = None
-        if k <= 0 or k % self.block:
+        if self.row_multiple and k % self.row_multiple:
+            expected = f"a multiple of {self.row_multiple}"
+        elif k <= 0 or k % self.block:
             expected = f"a multiple of {self.block}"
         elif self.row_header_bytes and k // self.block > MAX_ROW_BLOCKS:
             expected = f"at most {MAX_ROW_BLOCKS * self.block}"
@@ -61,7 +70,7 @@ class TensorType:
     def payload_bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a whole tensor of logical ``shape`` (out, ..., in); ``()`` is one element."""
         rows, k = matrix_shape(shape)
-        if not self.row_header_bytes:
+        if not (self.row_header_bytes or self.row_multiple):
             return self.tensor_header_bytes + self.row_bytes(rows * k)
         return self.tensor_header_bytes + rows * self.row_bytes(k)
 
@@ -79,6 +88,37 @@ Q8F16 = TensorType(3, "Q8F16", 32, 34, group_size=32, codec="q8f16")
 BF16 = TensorType(16, "BF16", 1, 2, codec="plain")
 HFP4G32 = TensorType(21, "HFP4G32", 32, 17, row_header_bytes=16, group_size=32, codec="hfp4g32")
 TIDI32 = TensorType(22, "TidI32", 1, 4, codec="plain")
+RAW = TensorType(120, "Raw", 1, 1, codec="plain")  # bytes that are no weights: decode tables
+
+
+def _rocmfpx(
+    number: int,
+    name: str,
+    block_bytes: int,
+    codec: str,
+    coding: Literal["", "variant", "row"] = "",
+    row_multiple: int = 32,
+) -> TensorType:
+    return TensorType(
+        number,
+        name,
+        32,
+        block_bytes,
+        group_size=32,
+        codec=codec,
+        row_multiple=row_multiple,
+        coding=coding,
+    )
+
+
+ROCMFP4 = _rocmfpx(100, "ROCmFP4", 18, "rocmfp4")
+ROCMFP4_FAST = _rocmfpx(101, "ROCmFP4Fast", 17, "rocmfp4")
+ROCMFP6 = _rocmfpx(102, "ROCmFP6", 26, "rocmfp6", "variant")
+ROCMFP8 = _rocmfpx(103, "ROCmFP8", 33, "rocmfp8")
+ROCMFP3 = _rocmfpx(104, "ROCmFP3", 14, "rocmfp3")
+ROCMFP3_MIX = _rocmfpx(105, "ROCmFP3Mix", 14, "mix", "row")
+ROCMFP2_MIX = _rocmfpx(106, "ROCmFP2Mix", 10, "mix", "row", 128)
+ROCMFP2 = _rocmfpx(107, "ROCmFP2", 10, "rocmfp2", "variant", 128)
 
 # Types that hipfire defines and ds4q can name and size, but does not decode.
 _UPSTREAM = (
@@ -127,8 +167,19 @@ _UPSTREAM = (
     TensorType(53, "MQ4G128V2"),
 )
 
+ROCMFPX = (
+    ROCMFP4,
+    ROCMFP4_FAST,
+    ROCMFP6,
+    ROCMFP8,
+    ROCMFP3,
+    ROCMFP3_MIX,
+    ROCMFP2_MIX,
+    ROCMFP2,
+)
+MIXED = (ROCMFP3_MIX, ROCMFP2_MIX)  # their books lie in decode tables
 TYPES: dict[int, TensorType] = {
-    t.id: t for t in (F16, F32, Q8F16, BF16, HFP4G32, TIDI32, *_UPSTREAM)
+    t.id: t for t in (F16, F32, Q8F16, BF16, HFP4G32, TIDI32, *ROCMFPX, RAW, *_UPSTREAM)
 }
 BY_NAME: dict[str, TensorType] = {t.name: t for t in TYPES.values()}
 

@@ -218,7 +218,7 @@ class SourceComparison:
             )
         found = TYPES[entry.type_id]
         if self._recipe is not None:
-            wanted = self._recipe.type_for(unit.info.role, unit.kind)
+            wanted = self._recipe.type_for(unit.info, unit.kind)
             if found is not wanted:
                 return _Refused(
                     Failure(

@@ -55,7 +55,7 @@ class Options:
     def document(self) -> dict[str, Any]:
         """For the journal: resuming demands the same."""
         return {
-            "recipe": self.recipe.name,
+            "recipe": self.recipe.document(),
             "include": list(self.include),
             "exclude": list(self.exclude),
             "dspark": self.draft,
@@ -237,7 +237,7 @@ def _plan_output(
     specs = [
         writer.TensorSpec(
             unit.weight.name,
-            options.recipe.type_for(unit.info.role, unit.kind).id,
+            options.recipe.type_for(unit.info, unit.kind).id,
             unit.info.logical_shape,
         )
         for unit in units

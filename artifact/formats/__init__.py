@@ -9,16 +9,37 @@ payload is touched.
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.errors import PayloadSizeError
+from ds4q.artifact.errors import CodingError, PayloadSizeError
 from ds4q.artifact.types import TensorType, decodable, matrix_shape
 
 U8 = npt.NDArray[np.uint8]
 Values = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MixRow:
+    """One tensor's row of a decode table, for types 105 and 106.
+
+    ``mode`` 0: the fixed levels of types 104 and 107 dual, no books; 1: two books. ``books`` are
+    2 x K bf16 patterns, little-endian, K = 8 (105) or 4 (106), book 0 first.
+    """
+
+    mode: int
+    books: bytes
+
+    @property
+    def words(self) -> npt.NDArray[np.uint16]:
+        """The bf16 patterns, uint16 ``(2, K)``."""
+        return np.frombuffer(self.books, dtype="<u2").reshape(2, -1)
+
+
+Coding = str | MixRow  # what ``TensorType.coding`` asks for
 
 
 class Codec:
@@ -85,9 +106,59 @@ class Codec:
         self.validate_units(units, first=first, path=path, tensor=tensor)
 
 
-def codec_for(type_id: int, *, path: object = None, tensor: str | None = None) -> Codec:
-    """The codec of a type number; where there is none, ``TensorTypeError`` names it."""
+class RowCodec(Codec):
+    """A lossy type of 32-weight blocks whose encoder can weigh errors: rows in, rows out."""
+
+    def encode_rows(self, values: Values, importance: Values | None = None) -> tuple[U8, int]:
+        """``(M, K)`` float32 -> ``(M, row_bytes)`` uint8, and how many groups lost their weights.
+
+        ``importance`` is ``(K,)`` float32, shared by all rows, finite and >= 0. A group whose
+        weights are all zero is encoded as if there were none, and counted.
+
+        Raises ``PayloadValueError`` for a value that is not finite, and for a group whose error
+        overflows float32 at every scale.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+    def encode_units(self, values: Values) -> U8:
+        return self.encode_rows(np.asarray(values, dtype=np.float32))[0]
+
+
+def codec_for(
+    type_id: int,
+    coding: Coding | None = None,
+    *,
+    path: object = None,
+    tensor: str | None = None,
+) -> Codec:
+    """The codec of a type number.
+
+    Parameters
+    ----------
+    coding : the artifact's variant for types 102 and 107, the tensor's table row for 105 and 106;
+        not looked at for other types
+
+    Raises
+    ------
+    TensorTypeError : there is no codec for the type
+    CodingError : the coding that the type needs is absent, of another kind or unknown. There is
+        no default: a guess would decode to plausible garbage.
+    """
     kind = decodable(type_id, path=path, tensor=tensor)
     module = importlib.import_module(f"ds4q.artifact.formats.{kind.codec}")
-    codecs: dict[int, Codec] = module.CODECS
-    return codecs[type_id]
+    if not kind.coding:
+        codecs: dict[int, Codec] = module.CODECS
+        return codecs[type_id]
+    where: dict[str, Any] = {"path": path, "tensor": tensor}
+    if kind.coding == "row":
+        if not isinstance(coding, MixRow):
+            what = f"no decode table row is bound to this {kind.name} tensor"
+            raise CodingError.of("mix-unregistered", what, **where)
+    elif not isinstance(coding, str) or not coding:
+        what = f"the artifact names no variant of {kind.name}"
+        raise CodingError.of("variant-missing", what, **where)
+    try:
+        found: Codec = module.codec(kind, coding)
+    except CodingError as error:
+        raise error.located(**where) from None
+    return found

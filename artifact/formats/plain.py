@@ -1,4 +1,4 @@
-"""Owns the types that are one number per element: F16, BF16, F32, TidI32."""
+"""Owns the types that are one number per element: F16, BF16, F32, TidI32, and raw bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ds4q.artifact.errors import PayloadValueError
 from ds4q.artifact.formats import U8, Codec, Values
 from ds4q.artifact.numeric import bf16_to_f32
-from ds4q.artifact.types import BF16, F16, F32, TIDI32, TensorType
+from ds4q.artifact.types import BF16, F16, F32, RAW, TIDI32, TensorType
 
 
 def _refuse_non_finite(values: Values, name: str) -> None:
@@ -102,6 +102,21 @@ class TidI32Codec(Codec):
         return values.astype("<u4").view(np.uint8).reshape(len(values), -1)
 
 
+class RawCodec(Codec):
+    """Bytes as they are; what they mean is said where they are used (``artifact/tables.py``)."""
+
+    type: ClassVar[TensorType] = RAW
+
+    def decode_units(self, units: U8) -> Values:
+        return units.copy()
+
+    def encode_units(self, values: Values) -> U8:
+        if values.dtype != np.uint8:
+            raise PayloadValueError("raw bytes are not uint8", found=values.dtype)
+        return values.reshape(len(values), -1).copy()
+
+
 CODECS: dict[int, Codec] = {
-    codec.type.id: codec for codec in (F16Codec(), F32Codec(), BF16Codec(), TidI32Codec())
+    codec.type.id: codec
+    for codec in (F16Codec(), F32Codec(), BF16Codec(), TidI32Codec(), RawCodec())
 }
