@@ -86,3 +86,15 @@ class ContextError(RunError):
 
     rule = "context is full"
     cure = "load with a larger context or send fewer tokens"
+
+
+class CorpusError(RunError, ValueError):
+    """A file of text or token ids that cannot be cut into windows."""
+
+    rule = "text cannot be used"
+
+
+class GateError(RunError):
+    """A gate cannot be run as asked, or what it measured proves nothing."""
+
+    rule = "gate cannot be run"
