@@ -1,0 +1,82 @@
+"""Owns ROCmFP2 (107): 2-bit codes in blocks of 10 bytes, which have four meanings.
+
+``dual``, ``affine`` and ``s40`` are three builds' readings of the same bytes (Luce-Org/lucebox with
+and without its affine switch, ciru-ai/ROCmFPX); ``sign`` is ``dual`` with a mirror bit. Nothing in
+the bytes says which: the artifact has to name it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from ds4q.artifact.fastpath import FastPath, jit
+from ds4q.artifact.formats import U8, Coding, RowCodec
+from ds4q.artifact.formats._blocks import (
+    BLOCK,
+    BlockCodec,
+    F32Array,
+    known_variant,
+    unpack_block,
+    unpack_reference,
+)
+from ds4q.artifact.formats._ue4m3 import UE4M3
+from ds4q.artifact.types import ROCMFP2, TensorType
+
+LEVELS: dict[str, F32Array] = {
+    "dual": np.array([-1, 0, 1, 2], dtype=np.float32),
+    "affine": np.array([0, 1, 2, 3], dtype=np.float32),  # less the offset
+    "s40": np.array([-4, -1, 1, 4], dtype=np.float32),
+}
+MIRRORED: F32Array = np.array([1, 0, -1, -2], dtype=np.float32)  # a half of ``sign`` with bit 7
+BITS = 2
+
+
+def _decode_affine_reference(units: U8, out: F32Array) -> None:
+    """Code times the scale (byte 8), less the offset (byte 9), both for all 32 weights."""
+    levels = LEVELS["affine"][unpack_reference(units, BITS)]
+    out[:] = levels * UE4M3[units[:, 8:9]] - UE4M3[units[:, 9:10]]
+
+
+@jit
+def _decode_affine_fast(units: U8, out: F32Array) -> None:
+    codes = np.empty(BLOCK, dtype=np.uint8)
+    for b in range(units.shape[0]):
+        unpack_block(units[b], BITS, codes)
+        scale, offset = UE4M3[units[b, 8]], UE4M3[units[b, 9]]
+        for i in range(BLOCK):
+            product = np.float32(codes[i]) * scale
+            out[b, i] = product - offset
+
+
+_decode_affine = FastPath(_decode_affine_reference, _decode_affine_fast)
+
+
+class RocmFp2Codec(BlockCodec):
+    """``dual``, ``s40`` and ``sign``: a scale for each half."""
+
+    type: ClassVar[TensorType] = ROCMFP2
+    bits: ClassVar[int] = BITS
+
+
+class AffineCodec(RocmFp2Codec):
+    """``affine``: a scale and an offset for the block."""
+
+    def decode_units(self, units: U8) -> F32Array:
+        out = np.empty((len(units), BLOCK), dtype=np.float32)
+        _decode_affine(units, out)
+        return out
+
+
+_CODECS: dict[str, RocmFp2Codec] = {
+    "dual": RocmFp2Codec(LEVELS["dual"]),
+    "affine": AffineCodec(LEVELS["affine"]),
+    "s40": RocmFp2Codec(LEVELS["s40"]),
+    "sign": RocmFp2Codec(LEVELS["dual"], MIRRORED),
+}
+
+
+def codec(kind: TensorType, coding: Coding) -> RowCodec:
+    """The codec of a variant; another word is a ``CodingError``."""
+    return known_variant(kind, coding, _CODECS)
