@@ -106,7 +106,7 @@ class Engine:
         RunError : it holds no complete model that this runtime can run
         """
         with Reader(path) as reader:
-            config = _checked_config(reader)
+            config = checked_config(reader)
             source = ArtifactSource(reader)
             engine = cls(
                 config,
@@ -197,8 +197,8 @@ class Engine:
         return tokens.astype(np.int64)
 
 
-def _checked_config(reader: Reader) -> ModelConfig:
-    """The config of a complete DeepSeek-V4 artifact; refuses any other file."""
+def checked_config(reader: Reader) -> ModelConfig:
+    """The config of a complete DeepSeek-V4 artifact; ``RunError`` for any other file."""
     if reader.arch_id != ARCH_DEEPSEEK4:
         raise RunError(
             "not a DeepSeek-V4 artifact",
