@@ -70,10 +70,14 @@ class Receipt:
     partial: bool
     skipped: tuple[tuple[str, str], ...]  # (source tensor, reason)
     tensors: tuple[TensorRecord, ...]
+    imatrix_sha256: str = ""  # of the file that weighed the errors of lossy types
 
     def encode(self) -> bytes:
-        """The file's bytes."""
-        text = canonical({"format": FORMAT} | asdict(self))
+        """The file's bytes; what no imatrix weighed says nothing of one."""
+        document = {"format": FORMAT} | asdict(self)
+        if not self.imatrix_sha256:
+            del document["imatrix_sha256"]
+        text = canonical(document)
         packer = zstandard.ZstdCompressor(
             level=_LEVEL, write_checksum=True, write_content_size=True, threads=0
         )
@@ -159,12 +163,14 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "tuple[SourceRecord, ...]": lambda v: isinstance(v, list),
     "tuple[TensorRecord, ...]": lambda v: isinstance(v, list),
 }
-_HEX_DIGITS = {"sha256": 64, "index_xxh3": 32, "xxh3": 32}
+_HEX_DIGITS = {"sha256": 64, "imatrix_sha256": 64, "index_xxh3": 32, "xxh3": 32}
 
 
 def _record(kind: type[R], item: Any, path: object) -> R:
     """``kind`` from a JSON object that has exactly its fields, each of the right kind."""
     wanted = {field.name: str(field.type) for field in fields(kind)}
+    if kind is Receipt and isinstance(item, dict) and "imatrix_sha256" not in item:
+        del wanted["imatrix_sha256"]
     if not isinstance(item, dict) or item.keys() != wanted.keys():
         keys = sorted(item) if isinstance(item, dict) else item
         raise _fail(path, f"receipt lacks a field of {kind.__name__} or has one too many", keys)

@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ds4q.artifact.codings import Codings
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError
-from ds4q.artifact.formats import Codec, codec_for
+from ds4q.artifact.formats import Codec
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.readahead import Range, ReadAhead
 from ds4q.artifact.receipt import Receipt, TensorRecord
@@ -209,11 +210,12 @@ class _Legal:
 class LegalBytes:
     """Every byte is one that its type allows: row headers, scales, finite numbers."""
 
-    def __init__(self, check: Check) -> None:
+    def __init__(self, check: Check, codings: Codings) -> None:
         self.check = check
+        self._codings = codings
 
     def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
-        return _Legal(codec_for(entry.type_id), entry, k)
+        return _Legal(self._codings.codec(entry), entry, k)
 
 
 class _Digest:
@@ -277,7 +279,14 @@ class ReceiptDigests:
                 )
             )
         ours = reader.metadata.get("ds4q", {})
-        for key in ("recipe", "tool_version", "source_fingerprint", "source_digest", "partial"):
+        for key in (
+            "recipe",
+            "tool_version",
+            "source_fingerprint",
+            "source_digest",
+            "partial",
+            "imatrix_sha256",
+        ):
             said = getattr(self.receipt, key)
             if key in ours and ours[key] != said:
                 message = f"receipt and metadata disagree about {key}"

@@ -10,25 +10,28 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds4q import __version__
 from ds4q.artifact.check import check_structure, own_metadata
+from ds4q.artifact.codings import Codings
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.hfq2 import check_quantization_hash, declares_hash
 from ds4q.artifact.metadata import front_digest
-from ds4q.artifact.receipt import find_receipt
-from ds4q.artifact.report import Report
+from ds4q.artifact.receipt import Receipt, find_receipt
+from ds4q.artifact.report import Check, Report
 from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
 from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint
-from ds4q.quantize.compare import SourceComparison, check_inventory
+from ds4q.quantize.choose import Wish, choose
+from ds4q.quantize.compare import Demands, SourceComparison, check_inventory
 from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
 from ds4q.quantize.job import Job, OutputPlaceError, Summary
 from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_path
-from ds4q.quantize.recipe import find_recipe
+from ds4q.quantize.recipe import Recipe, find_recipe
 
 Advance = Callable[[int], None]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
@@ -48,6 +51,10 @@ def quantize(
     out: str | os.PathLike[str],
     *,
     recipe: str = "fp4",
+    variant_107: str | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
+    target_bytes: int | None = None,
+    target_bpw: float | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     draft: DraftChoice = "split",
@@ -65,7 +72,11 @@ def quantize(
     ----------
     source : checkpoint folder, or one ``.safetensors`` file
     out : path of the artifact; nothing stands there before it is complete
-    recipe : ``fp4`` (lossless), ``fp4-q8`` or ``fp4-f16``
+    recipe : a name (``fp4`` is lossless), the path of a ``.toml`` file of rules, or ``budget``
+    variant_107 : how type 107 is to be read, where the recipe leaves it open
+    imatrix : importance matrix (``ds4q calibrate``) that weighs the errors of lossy types
+    target_bytes, target_bpw : for ``budget``: length of the trunk file, or bits per weight of its
+        routed experts; the plan is also written beside ``out``, as a recipe and as a report
     include, exclude : literal name prefixes; include first, then exclude
     draft : ``mtp.*`` tensors go to a file of their own (``split``), into ``out``, or nowhere
     dry_run : plan only; the sizes are those that would be written
@@ -81,19 +92,40 @@ def quantize(
     place = os.fspath(out)
     if not os.path.basename(place) or Path(place).name in ("", "..", "."):
         raise OutputPlaceError("output is not a file name", found=repr(place), remedy="name a file")
-    options = Options(find_recipe(recipe), tuple(include), tuple(exclude), draft, allow_partial)
+    wish = Wish(os.fspath(recipe), variant_107, target_bytes, target_bpw)
     with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
         audited = audit(checkpoint, allow_partial=allow_partial)
-        plan = make_plan(checkpoint, audited, Path(out), options, __version__)
+        weights = None
+        if imatrix is not None:
+            fingerprint = checkpoint.fingerprint()
+            weights = read_imatrix(imatrix, dims=audited.dims, fingerprint=fingerprint, warn=warn)
+        options = Options(
+            find_recipe("fp4"), tuple(include), tuple(exclude), draft, allow_partial, weights
+        )
+
+        def plan_for(chosen: Recipe) -> Plan:
+            wanted = replace(options, recipe=chosen)
+            return make_plan(checkpoint, audited, Path(out), wanted, __version__)
+
+        choice = choose(
+            wish,
+            checkpoint,
+            audited,
+            weights,
+            file_bytes=lambda chosen: plan_for(chosen).trunk.layout.file_bytes,
+            threads=threads,
+            progress=progress,
+        )
+        plan = plan_for(choice.recipe)
         for warning in (*audited.warnings, *plan.warnings, *_left_over(plan)):
             warn(warning)
-        job = Job(checkpoint, audited, plan, resume=resume, force=force)
+        job = Job(checkpoint, audited, plan, choice.budget, resume=resume, force=force)
         finished = job.finished_earlier()
         if finished is not None:
             return finished
         job.preflight()
         if dry_run:
-            return Summary(plan)
+            return Summary(plan, choice.budget)
         with progress("quantize", plan.payload_bytes) as advance:
             return job.run(threads, advance)
 
@@ -115,6 +147,8 @@ def verify(
     *,
     source: str | os.PathLike[str] | None = None,
     receipt: str | os.PathLike[str] | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
+    errors_only: bool = False,
     threads: int = 1,
     progress: Progress = silent,
 ) -> Report:
@@ -124,6 +158,8 @@ def verify(
     ----------
     source : checkpoint folder; every code, scale byte and dense value is compared with it
     receipt : receipt file; else the one that belongs to the artifact by name or by content
+    imatrix : the importance matrix that the artifact was made with
+    errors_only : of lossy types measure the errors alone: no second encoding, no fit of books
 
     A check whose ground is missing (no receipt, no source) is not in the report. What is wrong
     with the artifact, the receipt or the source is a failure of a check, not an exception; an
@@ -145,41 +181,53 @@ def verify(
         with report.check("inventory") as inventory:
             check_inventory(reader, inventory)
         if structure.ok:
-            _verify_payload(report, reader, source, receipt, threads, progress)
+            ground = _Ground(source, receipt, imatrix, errors_only)
+            _verify_payload(report, reader, ground, threads, progress)
             if declares_hash(reader):
                 with report.check("quantization-hash") as check:
                     check_quantization_hash(reader, check)
     return report
 
 
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """What an artifact is compared with."""
+
+    source: str | os.PathLike[str] | None
+    receipt: str | os.PathLike[str] | None
+    imatrix: str | os.PathLike[str] | None
+    errors_only: bool
+
+
 def _verify_payload(
     report: Report,
     reader: Reader,
-    source: str | os.PathLike[str] | None,
-    receipt: str | os.PathLike[str] | None,
+    ground: _Ground,
     threads: int,
     progress: Progress,
 ) -> None:
     """The checks that need the tensors' bytes: all in one pass over the file."""
+    codings = Codings.of(reader)
     with report.check("payload") as payload:
-        visitors: list[Visitor] = [LegalBytes(payload)]
-    digests = _receipt_digests(report, reader, receipt)
+        visitors: list[Visitor] = [LegalBytes(payload, codings)]
+    digests = _receipt_digests(report, reader, ground.receipt)
     if digests is not None:
         visitors.append(digests)
     elif report.checks[-1] is payload:
         payload.notes.append(NO_RECEIPT)
     checkpoint: Checkpoint | None = None
+    comparison: SourceComparison | None = None
     begin = time.perf_counter()
     try:
-        if source is not None:
+        if ground.source is not None:
             with report.check("source") as check:
                 partial = bool((own_metadata(reader) or {}).get("partial"))
-                checkpoint = Checkpoint.open(source, allow_partial=partial)
-                audited = audit(checkpoint, allow_partial=partial)
+                checkpoint = Checkpoint.open(ground.source, allow_partial=partial)
                 told = None if digests is None else digests.receipt
-                comparison = SourceComparison(check, checkpoint, audited, reader, told)
+                comparison = _comparison(check, checkpoint, reader, codings, told, ground)
                 comparison.compare_whole()
-                visitors.append(comparison)
+                if comparison.check_imatrix():
+                    visitors.append(comparison)
         payload_bytes = sum(entry.nbytes for entry in reader.tensors.values())
         with progress("verify", payload_bytes) as advance:
             sha256 = walk(
@@ -197,8 +245,30 @@ def _verify_payload(
         if checkpoint is not None:
             checkpoint.close()
     payload.figures["bytes"] = payload_bytes
+    if comparison is not None:
+        comparison.report_errors()
     if digests is not None and sha256 is not None:
         digests.compare_sha256(sha256)
+
+
+def _comparison(
+    check: Check,
+    checkpoint: Checkpoint,
+    reader: Reader,
+    codings: Codings,
+    receipt: Receipt | None,
+    ground: _Ground,
+) -> SourceComparison:
+    """The comparison with the source, by the imatrix that is given."""
+    audited = audit(checkpoint, allow_partial=bool((own_metadata(reader) or {}).get("partial")))
+    imatrix = None
+    if ground.imatrix is not None:
+        from ds4q.quantize.imatrix import read_imatrix
+
+        fingerprint = checkpoint.fingerprint()
+        imatrix = read_imatrix(ground.imatrix, dims=audited.dims, fingerprint=fingerprint)
+    demands = Demands(imatrix, ground.errors_only)
+    return SourceComparison(check, checkpoint, audited, reader, codings, receipt, demands)
 
 
 def _receipt_digests(

@@ -1,37 +1,48 @@
 """Owns the proof against config and source: inventory, and every packed byte.
 
 Compares bytes, not digests. FP4 codes and scale bytes are compared one by one, raw copies too; a
-tensor that was converted through float32 is converted again and must give the same bytes.
+tensor that was converted through float32, or encoded in a lossy type, is made again and must give
+the same bytes, its books included. What a lossy type cost is measured on the way.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from ds4q.artifact.check import own_metadata
+from ds4q.artifact.codings import Codings
+from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.formats import MixRow
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.readahead import ReadAhead
 from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
 from ds4q.artifact.report import Check, Failure
-from ds4q.artifact.types import TYPES
+from ds4q.artifact.types import RAW, ROCMFPX, TYPES, TensorType
 from ds4q.artifact.walk import TensorVisitor
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.config import check_config
-from ds4q.quantize.convert import comparable, compare
+from ds4q.quantize.convert import Encoding, add_errors, comparable, compare
 from ds4q.quantize.deepseek4 import Inventory, classify, find_draft
-from ds4q.quantize.errors import SourceError
+from ds4q.quantize.errors import BooksError, SourceError
+from ds4q.quantize.fitting import Fitting
+from ds4q.quantize.measure import ErrorSums
 from ds4q.quantize.plan import PlannedTensor, source_metadata
 from ds4q.quantize.recipe import RECIPES
 from ds4q.quantize.rows import Buffers, RowReader, source_ranges
 
+if TYPE_CHECKING:
+    from ds4q.quantize.imatrix import Imatrix
+
 U8 = npt.NDArray[np.uint8]
+WORST_LISTED = 10
 _local = threading.local()
 
 
@@ -67,7 +78,8 @@ def check_inventory(reader: Reader, check: Check) -> None:
     except SourceError as error:
         check.fail_with(error)
         return
-    for entry in reader.tensors.values():
+    weights = [entry for entry in reader.tensors.values() if entry.type_id != RAW.id]
+    for entry in weights:
         try:
             shape = inventory.expected(entry.name, reader.path).shape
         except SourceError as error:
@@ -95,15 +107,39 @@ def check_inventory(reader: Reader, check: Check) -> None:
     check.figures |= {"tensors": len(reader.tensors), "missing": missing, "partial": partial}
 
 
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What is asked of lossy types.
+
+    ``imatrix`` is the one that the artifact was made with. ``errors_only`` measures the errors and
+    does not encode again: for an artifact whose imatrix is lost.
+    """
+
+    imatrix: Imatrix | None = None
+    errors_only: bool = False
+
+
 class _AgainstSource:
-    """Compares packed rows with source rows, and the source's digests with the receipt's."""
+    """Compares packed rows with source rows, and the source's digests with the receipt's.
+
+    ``sums`` takes the errors of a lossy type; with ``errors_only`` nothing else is asked of it.
+    """
 
     def __init__(
-        self, reader: RowReader, tensor: PlannedTensor, record: TensorRecord | None
+        self,
+        reader: RowReader,
+        tensor: PlannedTensor,
+        record: TensorRecord | None,
+        encoding: Encoding,
+        sums: ErrorSums | None,
+        errors_only: bool,
     ) -> None:
         self._reader = reader
         self._tensor = tensor
         self._record = record
+        self._encoding = encoding
+        self._sums = sums
+        self._errors_only = errors_only and sums is not None
         self._hashers = [xxhash.xxh3_128(), xxhash.xxh3_128()]  # weight, scale
         self._failures: list[Failure] = []
 
@@ -115,8 +151,13 @@ class _AgainstSource:
         if self._record is not None:
             for hasher, part in zip(self._hashers, parts, strict=False):
                 hasher.update(part.data)
+        kind = self._tensor.target
         try:
-            found = compare(rows, self._tensor.target, packed)
+            if self._sums is not None:
+                add_errors(rows, kind, packed, self._encoding, self._sums)
+            if self._errors_only:
+                return
+            found = compare(rows, kind, packed, self._encoding)
         except SourceError as error:
             self._failures.append(
                 Failure(error.what, tensor=name, found=str(error.found), **place(name))
@@ -179,7 +220,10 @@ class _Refused:
 
 
 class SourceComparison:
-    """A visitor of ``artifact.walk``: the artifact equals what its source demands."""
+    """A visitor of ``artifact.walk``: the artifact equals what its source demands.
+
+    ``errors`` holds what each tensor of a lossy type lost, by name, once it was seen.
+    """
 
     def __init__(
         self,
@@ -187,21 +231,32 @@ class SourceComparison:
         checkpoint: Checkpoint,
         audit: Audit,
         reader: Reader,
+        codings: Codings,
         receipt: Receipt | None = None,
+        demands: Demands | None = None,
     ) -> None:
         self.check = check
+        self.errors: dict[str, ErrorSums] = {}
+        self._demands = demands or Demands()
+        self._codings = codings
+        self._fitting = Fitting(checkpoint, audit, self._demands.imatrix)
         records = () if receipt is None else receipt.tensors
         self._records = {record.name: record for record in records}
         self._checkpoint = checkpoint
         self._audit = audit
         self._artifact = reader
-        self._recipe = RECIPES.get(str((own_metadata(reader) or {}).get("recipe")))
+        ours = own_metadata(reader) or {}
+        # A recipe of rules may have any name; its digest tells it from ours.
+        named = "recipe_sha256" not in ours
+        self._recipe = RECIPES.get(str(ours.get("recipe"))) if named else None
         self._units: dict[str, Unit] = {unit.name: unit for unit in audit.units}
         present = [self._units[name] for name in reader.tensors if name in self._units]
         self._number = {unit.name: number for number, unit in enumerate(present)}
         self._ahead = ReadAhead([source_ranges(checkpoint, unit) for unit in present])
 
     def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
+        if entry.type_id == RAW.id:
+            return None  # a decode table: its books are compared with their tensors
         unit = self._units.get(entry.name)
         where = place(entry.name)
         if unit is None:
@@ -242,16 +297,78 @@ class SourceComparison:
         buffers = _local.__dict__.setdefault("buffers", Buffers())
         tensor = PlannedTensor(unit, entry, rows, k)
         try:
+            encoding = self._encoding(unit, found)
             reader = RowReader(
                 self._checkpoint,
                 self._audit,
-                tensor,
+                unit,
                 buffers,
                 self._ahead.take(self._number[entry.name]),
             )
-        except SourceError as error:
+        except Ds4qError as error:
             return _Refused(Failure(str(error), tensor=entry.name, **where))
-        return _AgainstSource(reader, tensor, self._records.get(entry.name))
+        sums = None
+        if found in ROCMFPX:
+            sums = self.errors[entry.name] = ErrorSums.zero()
+        record, errors_only = self._records.get(entry.name), self._demands.errors_only
+        return _AgainstSource(reader, tensor, record, encoding, sums, errors_only)
+
+    def _encoding(self, unit: Unit, kind: TensorType) -> Encoding:
+        """How the artifact says that a tensor was encoded; books must be those that a fit gives."""
+        if kind not in ROCMFPX:
+            return Encoding()
+        coding, info = self._codings.coding(unit.name), unit.info
+        if isinstance(coding, MixRow) and not self._demands.errors_only:
+            fitted = self._fitting.books(unit, kind).row
+            if fitted != coding:
+                raise BooksError(expected=fitted.books.hex(), found=coding.books.hex())
+        importance = None
+        imatrix = self._demands.imatrix
+        if imatrix is not None and info.layer is not None and info.expert is not None:
+            importance = imatrix.importance(info.layer, info.expert, info.projection or "")
+        return Encoding(coding, importance)
+
+    def check_imatrix(self) -> bool:
+        """Whether the imatrix at hand is the one that the artifact names; a failure if not."""
+        wanted = (own_metadata(self._artifact) or {}).get("imatrix_sha256")
+        imatrix = self._demands.imatrix
+        found = None if imatrix is None else imatrix.sha256
+        if wanted == found or (self._demands.errors_only and found is None):
+            return True
+        if wanted is None:
+            message = "the artifact was made without an imatrix; leave out --imatrix"
+        elif found is None:
+            message = (
+                "the artifact was made with an imatrix; name it with --imatrix, or ask for the "
+                "errors alone with --errors-only"
+            )
+        else:
+            message = "the artifact was made with another imatrix"
+        self.check.fail(Failure(message, expected=wanted, found=found))
+        return False
+
+    def report_errors(self) -> None:
+        """Figures of what lossy types cost: over all, and the tensors that lost most."""
+        if not self.errors:
+            return
+        whole = ErrorSums.zero()
+        for name in sorted(self.errors):
+            whole.sums += self.errors[name].sums
+        worst = sorted(self.errors, key=lambda name: (-self.errors[name].nrmse, name))
+        self.check.figures |= {
+            "nrmse": round(whole.nrmse, 6),
+            "cosine": round(whole.cosine, 6),
+            "lossy_tensors": len(self.errors),
+            "reencoded": not self._demands.errors_only,
+            "worst": [
+                {
+                    "tensor": name,
+                    "nrmse": round(self.errors[name].nrmse, 6),
+                    "cosine": round(self.errors[name].cosine, 6),
+                }
+                for name in worst[:WORST_LISTED]
+            ],
+        }
 
     def compare_whole(self) -> None:
         """What no payload shows: tensors that are not there, and texts in the metadata."""

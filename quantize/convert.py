@@ -2,7 +2,8 @@
 
 One function packs a run of rows, one says where packed rows differ from what their source demands.
 FP4 codes and raw copies are compared byte by byte with the source; a conversion through float32 is
-made again and its bytes compared.
+made again and its bytes compared. The table-driven encoder of FP4 sources is held against the
+general one in the first row of each run.
 """
 
 from __future__ import annotations
@@ -16,15 +17,27 @@ import numpy.typing as npt
 
 from ds4q.artifact.errors import ArtifactError
 from ds4q.artifact.fastpath import FastPath, jit
-from ds4q.artifact.formats import codec_for, hfp4g32
+from ds4q.artifact.formats import Coding, RowCodec, codec_for, hfp4g32
 from ds4q.artifact.numeric import E4M3, E8M0, bf16_to_f32
-from ds4q.artifact.types import BF16, F16, F32, HFP4G32, Q8F16, TIDI32, TensorType
+from ds4q.artifact.types import (
+    BF16,
+    F16,
+    F32,
+    HFP4G32,
+    Q8F16,
+    ROCMFPX,
+    TIDI32,
+    TensorType,
+)
 from ds4q.quantize.audit import Kind
 from ds4q.quantize.errors import InexactError, SourceValueError
+from ds4q.quantize.exact import encode_fp4
+from ds4q.quantize.measure import ErrorSums
 
 U8 = npt.NDArray[np.uint8]
 F32Array = npt.NDArray[np.float32]
 NAN_E4M3 = 127
+SMALL_SCALE = 118  # below, the values of an FP4 block reach under the smallest ROCmFPX scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +59,34 @@ class Rows:
     ids_below: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How a lossy type is written: what its bytes are read by, and how errors are weighed.
+
+    ``importance`` is float32 ``(K,)``, one weight a column; None weighs all alike.
+    """
+
+    coding: Coding | None = None
+    importance: F32Array | None = None
+
+
+PLAIN = Encoding()
+
+
 @dataclass(slots=True)
 class Events:
-    """What a conversion met: counts add up, ``max_error`` keeps the largest."""
+    """What a conversion met: counts add up, ``max_error`` keeps the largest.
+
+    ``small_blocks`` are FP4 blocks whose values are so small that a ROCmFPX type loses some of
+    them; ``unweighted_groups`` had weights of zero throughout and were encoded without.
+    """
 
     inexact: int = 0
     max_error: float = 0.0
     tiny_scales: int = 0
     overflow_scales: int = 0
+    small_blocks: int = 0
+    unweighted_groups: int = 0
 
     @classmethod
     def of(cls, document: Mapping[str, float]) -> Events:
@@ -67,6 +100,8 @@ class Events:
         self.max_error = max(self.max_error, other.max_error)
         self.tiny_scales += other.tiny_scales
         self.overflow_scales += other.overflow_scales
+        self.small_blocks += other.small_blocks
+        self.unweighted_groups += other.unweighted_groups
 
     def document(self) -> dict[str, float]:
         """The events that happened."""
@@ -125,8 +160,10 @@ def scale_grid(raw: U8, dtype: str, shape: tuple[int, ...]) -> F32Array:
 
 
 def source_values(rows: Rows) -> npt.NDArray[Any]:
-    """Values ``(count, k)`` of the source: float32, or int64 ids. FP4 is never asked for."""
+    """Values ``(count, k)`` of the source: float32, or int64 ids."""
     shape = (rows.count, rows.k)
+    if rows.kind == "fp4":
+        return hfp4g32.source_values(*fp4_views(rows))
     if rows.kind == "fp8":
         codes = rows.weight.reshape(shape)
         nan = (codes & 127) == NAN_E4M3
@@ -172,8 +209,12 @@ def is_raw_copy(kind: Kind, target: TensorType) -> bool:
     return _RAW_COPIES.get(kind) is target
 
 
-def pack(rows: Rows, target: TensorType, out: U8, *, lossless: bool) -> Events:
+def pack(
+    rows: Rows, target: TensorType, out: U8, *, lossless: bool, encoding: Encoding = PLAIN
+) -> Events:
     """Write the packed bytes of ``rows`` to ``out`` (1-D, exact length) and compare them back.
+
+    ``encoding`` is for the types that need it; ``lossless`` is about dense values.
 
     Raises
     ------
@@ -182,6 +223,8 @@ def pack(rows: Rows, target: TensorType, out: U8, *, lossless: bool) -> Events:
     """
     if target is HFP4G32:
         return _pack_fp4(rows, out)
+    if target in ROCMFPX:
+        return _pack_rocmfpx(rows, target, out, encoding)
     if is_raw_copy(rows.kind, target):
         words = rows.weight.view(f"<u{target.block_bytes}")
         mask = _EXPONENT_MASK[rows.kind]
@@ -211,6 +254,33 @@ def _pack_fp4(rows: Rows, out: U8) -> Events:
         where = f"0xff in row {rows.first + row}, block {block}"
         raise SourceValueError("NaN scale byte", expected="E8M0 below 0xff", found=where)
     return Events(tiny_scales=tiny, overflow_scales=overflow)
+
+
+def _pack_rocmfpx(rows: Rows, target: TensorType, out: U8, encoding: Encoding) -> Events:
+    codes, scales = fp4_views(rows)
+    first_nan = int(np.argmax(scales == hfp4g32.NAN_SCALE))
+    if scales.flat[first_nan] == hfp4g32.NAN_SCALE:
+        row, block = divmod(first_nan, scales.shape[1])
+        where = f"0xff in row {rows.first + row}, block {block}"
+        raise SourceValueError("NaN scale byte", expected="E8M0 below 0xff", found=where)
+    packed = out.reshape(rows.count, -1)
+    how = encoding.coding, encoding.importance
+    unweighted = encode_fp4(codes, scales, target, *how, packed)
+    codec = codec_for(target.id, encoding.coding)
+    if not isinstance(codec, RowCodec):
+        raise ArtifactError(f"{target.name} has no encoder of rows")
+    general, _ = codec.encode_rows(hfp4g32.source_values(codes[:1], scales[:1]), how[1])
+    if not np.array_equal(general[0], packed[0]):
+        raise ArtifactError(
+            f"two encoders of {target.name} disagree",
+            found=f"row {rows.first}",
+            remedy="this is a bug in ds4q, or bad memory: please report it",
+        )
+    small = 0
+    if int(scales.min()) < SMALL_SCALE:
+        filled = ((codes & 0x77) != 0).reshape(*scales.shape, hfp4g32.CODE_BYTES).any(axis=2)
+        small = int(np.count_nonzero((scales < SMALL_SCALE) & filled))
+    return Events(small_blocks=small, unweighted_groups=unweighted)
 
 
 def fp4_views(rows: Rows) -> tuple[U8, U8]:
@@ -269,14 +339,24 @@ class Difference:
 
 def comparable(kind: Kind, target: TensorType) -> bool:
     """Whether packed rows of ``target`` can have come from a source of ``kind``."""
-    if kind == "fp4" or target is HFP4G32:
-        return kind == "fp4" and target is HFP4G32
+    if kind == "fp4" or target is HFP4G32 or target in ROCMFPX:
+        return kind == "fp4" and (target is HFP4G32 or target in ROCMFPX)
     if kind in ("i64", "i32") or target is TIDI32:
         return kind in ("i64", "i32") and target is TIDI32
     return target in (F16, BF16, F32, Q8F16)
 
 
-def compare(rows: Rows, target: TensorType, packed: U8) -> Difference | None:
+def add_errors(
+    rows: Rows, target: TensorType, packed: U8, encoding: Encoding, sums: ErrorSums
+) -> None:
+    """Add what ``packed`` (1-D) rows of a ROCmFPX type lose of their source to ``sums``."""
+    decoded = codec_for(target.id, encoding.coding).decode(packed, (rows.count, rows.k))
+    sums.add(source_values(rows), decoded, encoding.importance)
+
+
+def compare(
+    rows: Rows, target: TensorType, packed: U8, encoding: Encoding = PLAIN
+) -> Difference | None:
     """The first place where ``packed`` (1-D) is not what ``rows`` demand; None where equal."""
     if target is HFP4G32:
         codes, scales = fp4_views(rows)
@@ -290,7 +370,7 @@ def compare(rows: Rows, target: TensorType, packed: U8) -> Difference | None:
         wanted_all = rows.weight
     else:
         wanted_all = np.empty_like(packed)
-        pack(rows, target, wanted_all, lossless=False)
+        pack(rows, target, wanted_all, lossless=False, encoding=encoding)
     if np.array_equal(wanted_all, packed):
         return None
     at_byte = int(np.argmax(wanted_all != packed))

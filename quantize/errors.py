@@ -196,3 +196,36 @@ class InexactError(SourceError):
 
     rule = "value would be rounded"
     cure = "use --recipe fp4-q8 or fp4-f16, which report what they round"
+
+
+class BooksError(Ds4qError):
+    """Codebooks of an artifact that a fit on its source does not give."""
+
+    rule = "codebooks differ from those fitted on the source"
+
+
+class ImatrixError(Ds4qError, ValueError):
+    """A file of activation statistics that cannot be used."""
+
+    rule = "not a usable imatrix"
+    cure = "calibrate again, or copy the file again"
+
+
+class ImatrixModelError(ImatrixError):
+    """Statistics of another model than the one at hand."""
+
+    rule = "imatrix of another model"
+    cure = "calibrate on an artifact of this checkpoint (ds4q calibrate)"
+
+
+class ImatrixMissingError(ImatrixError):
+    """A layer or tensor that the imatrix has no statistics of."""
+
+    rule = "the imatrix lacks statistics"
+    cure = "calibrate the whole model (ds4q calibrate)"
+
+
+class ImatrixValueError(ImatrixError):
+    """A number that no statistics can hold: NaN, infinity, a negative mean square or count."""
+
+    rule = "illegal number in the imatrix"

@@ -7,6 +7,7 @@ for ``--resume``; a failure removes them, unless the first file already has its 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import time
@@ -14,14 +15,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
-from ds4q.artifact.types import TYPES
+from ds4q.artifact.types import RAW, TYPES
 from ds4q.artifact.writer import (
     PARTIAL_SUFFIX,
     LockedError,
@@ -33,7 +34,6 @@ from ds4q.artifact.writer import (
 from ds4q.quantize.audit import Audit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.convert import Events
-from ds4q.quantize.deepseek4 import Role
 from ds4q.quantize.errors import JobError
 from ds4q.quantize.journal import Earlier as EarlierJournal
 from ds4q.quantize.journal import (
@@ -45,7 +45,12 @@ from ds4q.quantize.journal import (
 from ds4q.quantize.pipeline import Earlier, Packed, Pipeline, seal, source_digest
 from ds4q.quantize.plan import Output, Plan
 
+if TYPE_CHECKING:
+    from ds4q.quantize.budget import BudgetPlan
+
 RECEIPT_BYTES_PER_TENSOR = 512  # generous: a compressed row takes about 150
+RECIPE_SUFFIX = ".plan.toml"  # beside an artifact of a budget: the recipe that repeats it
+REPORT_SUFFIX = ".plan.json"  # and what was chosen, and why
 Advance = Callable[[int], None]
 
 
@@ -81,6 +86,7 @@ class Summary:
     """What a run made, or would make: the JSON of ``ds4q quantize``."""
 
     plan: Plan
+    budget: BudgetPlan | None = None
     receipts: tuple[Receipt, ...] = ()
     seconds: float = 0.0
     resumed_bytes: int = 0
@@ -95,19 +101,23 @@ class Summary:
         for receipt in self.receipts:
             for tensor in receipt.tensors:
                 events.add(Events.of(tensor.events))
-        return parts[0] | {
-            "seconds": round(self.seconds, 3),
-            "source_bytes": self.plan.source_bytes,
-            "recipe": self.plan.options.recipe.name,
-            "lossless": self.plan.options.recipe.lossless,
-            "partial": self.plan.partial,
-            "sidecars": parts[1:],
-            "skipped": len(self.plan.skipped),
-            "events": events.document(),
-            "resumed_bytes": self.resumed_bytes,
-            "already_done": self.already_done,
-            "warnings": list(self.plan.warnings),
-        }
+        return (
+            parts[0]
+            | {
+                "seconds": round(self.seconds, 3),
+                "source_bytes": self.plan.source_bytes,
+                "recipe": self.plan.options.recipe.name,
+                "lossless": self.plan.lossless,
+                "partial": self.plan.partial,
+                "sidecars": parts[1:],
+                "skipped": len(self.plan.skipped),
+                "events": events.document(),
+                "resumed_bytes": self.resumed_bytes,
+                "already_done": self.already_done,
+                "warnings": list(self.plan.warnings),
+            }
+            | ({} if self.budget is None else {"budget": self.budget.report()})
+        )
 
 
 def _describe(output: Output) -> dict[str, Any]:
@@ -117,13 +127,17 @@ def _describe(output: Output) -> dict[str, Any]:
         entry = types.setdefault(TYPES[tensor.entry.type_id].name, {"tensors": 0, "bytes": 0})
         entry["tensors"] += 1
         entry["bytes"] += tensor.entry.nbytes
-        if tensor.unit.info.role is Role.EXPERT:
+        if tensor.is_routed_expert:
             expert_bytes += tensor.entry.nbytes
             expert_weights += tensor.rows * tensor.k
+    for table in output.tables:
+        entry = types.setdefault(RAW.name, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += table.entry.nbytes
     return {
         "output": str(output.path),
         "bytes": output.layout.file_bytes,
-        "tensors": len(output.tensors),
+        "tensors": len(output.layout.entries),
         "types": dict(sorted(types.items())),
         "bpw_experts": round(8 * expert_bytes / expert_weights, 6) if expert_weights else None,
     }
@@ -136,6 +150,7 @@ class Job:
     checkpoint: Checkpoint
     audit: Audit
     plan: Plan
+    budget: BudgetPlan | None = None
     resume: bool = False
     force: bool = False
     _files: list[PartialFile] = field(default_factory=list)
@@ -192,13 +207,23 @@ class Job:
 
     def _targets(self) -> list[Path]:
         """Final names in the order in which they appear: the trunk last, receipts first."""
-        paths = []
+        paths = list(self._plan_texts())
         for output in reversed(self.plan.outputs):
             paths += [receipt_path(output.path), output.path]
         return paths
 
+    def _plan_texts(self) -> dict[Path, bytes]:
+        """What a budget's plan says, by final name: the recipe that repeats it, and a report."""
+        if self.budget is None:
+            return {}
+        report = json.dumps(self.budget.report(), indent=2, sort_keys=True) + "\n"
+        return {
+            self.out.with_name(self.out.name + RECIPE_SUFFIX): self.budget.toml.encode(),
+            self.out.with_name(self.out.name + REPORT_SUFFIX): report.encode(),
+        }
+
     def _check_space(self) -> None:
-        tensors = sum(len(output.tensors) for output in self.plan.outputs)
+        tensors = sum(len(output.layout.entries) for output in self.plan.outputs)
         needed = self.plan.file_bytes + tensors * RECEIPT_BYTES_PER_TENSOR
         held = sum(p.stat().st_blocks * 512 for p in map(_partial, self._targets()) if p.exists())
         status = os.statvfs(self.out.parent)
@@ -215,7 +240,9 @@ class Job:
         if not self.resume or self.force or journal_path(self.out).exists():
             return None
         receipts = self._receipts_of(lambda path: path, read_whole=False)
-        return None if receipts is None else Summary(self.plan, receipts, already_done=True)
+        if receipts is None:
+            return None
+        return Summary(self.plan, self.budget, receipts, already_done=True)
 
     def _receipts_of(
         self, place: Callable[[Path], Path], *, read_whole: bool
@@ -249,6 +276,8 @@ class Job:
             ours.get("source_fingerprint") == receipt.source_fingerprint == self.plan.fingerprint
             and ours.get("source_digest") == receipt.source_digest
             and ours.get("recipe") == receipt.recipe == planned["recipe"]
+            and ours.get("recipe_sha256") == planned.get("recipe_sha256")
+            and ours.get("imatrix_sha256") == planned.get("imatrix_sha256")
             and ours.get("tool_version") == receipt.tool_version == planned["tool_version"]
             and reader.file_bytes == receipt.file_bytes == output.layout.file_bytes
             and front_digest(reader.header_raw, reader.index_raw)
@@ -286,7 +315,8 @@ class Job:
             raise
         finally:
             self._close()
-        return Summary(self.plan, receipts, time.perf_counter() - begin, resumed_bytes=kept_bytes)
+        seconds = time.perf_counter() - begin
+        return Summary(self.plan, self.budget, receipts, seconds, resumed_bytes=kept_bytes)
 
     def _earlier(self) -> EarlierJournal | None:
         """What an earlier run left, where the user wants to go on with it."""
@@ -347,6 +377,8 @@ class Job:
         for file, output, packed in zip(self._files, self.plan.outputs, results, strict=True):
             receipts.append(seal(file, output, self.plan, packed, digest))
             write_durably(_partial(receipt_path(output.path)), receipts[-1].encode())
+        for path, text in self._plan_texts().items():
+            write_durably(_partial(path), text)
         journal.publish()
         self._rename()
         kept_bytes = sum(packed.kept_bytes for packed in pipeline.results.values())
@@ -384,6 +416,9 @@ class Job:
             with suppress(OSError):
                 _partial(receipt_path(file.final)).unlink(missing_ok=True)
                 file.discard()
+        for path in self._plan_texts() if self._files else ():
+            with suppress(OSError):
+                _partial(path).unlink(missing_ok=True)
         if self._files:
             with suppress(OSError):
                 journal_path(self.out).unlink(missing_ok=True)

@@ -37,7 +37,7 @@ class BlockRecord:
 
     ``packed`` and ``sources`` are xxh3-128 (hex) of the packed rows and of the source bytes that
     they came from (weight, then scale where there is one; of an FP8 scale the whole grid);
-    ``events`` what the conversion met.
+    ``events`` what the conversion met; ``books`` the text of the tensor's fitted books, or empty.
     """
 
     output: int
@@ -47,6 +47,7 @@ class BlockRecord:
     packed: str
     sources: tuple[str, ...]
     events: dict[str, float]
+    books: str = ""
 
 
 def journal_path(out: Path) -> Path:

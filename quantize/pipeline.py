@@ -20,14 +20,17 @@ import xxhash
 
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.hfq import TensorEntry
 from ds4q.artifact.metadata import canonical
 from ds4q.artifact.readahead import ReadAhead
 from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
-from ds4q.artifact.types import row_runs
+from ds4q.artifact.types import MIXED, RAW, ROCMFPX, row_runs
 from ds4q.artifact.writer import PartialFile, WriteError
 from ds4q.quantize.audit import Audit
+from ds4q.quantize.books import FittedBooks
 from ds4q.quantize.checkpoint import Checkpoint
-from ds4q.quantize.convert import Events, pack
+from ds4q.quantize.convert import Encoding, Events, pack
+from ds4q.quantize.fitting import Fitting, books_of_text, books_text
 from ds4q.quantize.journal import BlockRecord, Journal
 from ds4q.quantize.plan import Output, Plan, PlannedTensor
 from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader, source_ranges
@@ -44,12 +47,16 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Packed:
-    """What packing one tensor found out: digests (xxh3-128 hex), events, bytes found written."""
+    """What packing one tensor found out: digests (xxh3-128 hex), events, bytes found written.
+
+    ``books`` are the fitted books of a tensor of a mixed type.
+    """
 
     packed: str
     sources: tuple[str, ...]
     events: Events
     kept_bytes: int
+    books: FittedBooks | None = None
 
 
 @dataclass(slots=True)
@@ -104,6 +111,7 @@ class Pipeline:
         self.journal = journal
         self.earlier = earlier
         self.advance = advance
+        self.fitting = Fitting(checkpoint, audit, plan.options.imatrix)
         self.stop = threading.Event()
         self._local = threading.local()
         self.results: dict[tuple[int, int], Packed] = {}
@@ -145,7 +153,8 @@ class Pipeline:
         shard = self._checkpoint.shards[tensor.unit.weight.shard].path
         buffers = self._local.__dict__.setdefault("buffers", Buffers())
         try:
-            reader = RowReader(self._checkpoint, self._audit, tensor, buffers, ahead.take(number))
+            unit = tensor.unit
+            reader = RowReader(self._checkpoint, self._audit, unit, buffers, ahead.take(number))
             self.results[o, t] = _TensorWork(self, o, t, reader, buffers).run()
         except Stopped:
             return
@@ -184,6 +193,8 @@ class _TensorWork:
         self._blocks = list(row_runs(self._tensor.rows, self._tensor.row_bytes, BLOCK_BYTES))
         self._several = len(self._blocks) > 1
         self._whole = Hashers()
+        self._books: FittedBooks | None = None
+        self._encoding: Encoding | None = None
 
     def run(self) -> Packed:
         """Bring every block into the partial file; digests are of the whole tensor."""
@@ -194,6 +205,7 @@ class _TensorWork:
             record = self._job.earlier.blocks.get(key)
             if record is not None and self._still_there(first, count, record):
                 kept_bytes += record.nbytes
+                self._books = books_of_text(record.books)
             else:
                 record = self._write(key, first, count)
             events.add(Events.of(record.events))
@@ -202,7 +214,18 @@ class _TensorWork:
             packed, sources = self._whole.packed.hexdigest(), self._sources(self._whole)
         else:
             packed, sources = record.packed, record.sources
-        return Packed(packed, sources, events, kept_bytes)
+        return Packed(packed, sources, events, kept_bytes, self._books)
+
+    def _how(self) -> Encoding:
+        """How the tensor is encoded; its books are fitted when the first block asks for them."""
+        if self._encoding is None:
+            kind, options = self._tensor.target, self._job.plan.options
+            if kind in MIXED and self._books is None:
+                self._books = self._job.fitting.books(self._tensor.unit, kind)
+            row = None if self._books is None else self._books.row
+            importance = options.importance(self._tensor.unit.info) if kind in ROCMFPX else None
+            self._encoding = Encoding(row or options.recipe.variant_of(kind), importance)
+        return self._encoding
 
     def _sources(self, hashers: Hashers) -> tuple[str, ...]:
         """Digests of the source bytes that went into ``hashers``, and of an FP8 grid as a whole."""
@@ -222,11 +245,11 @@ class _TensorWork:
 
     def _write(self, key: tuple[int, int, int], first: int, count: int) -> BlockRecord:
         """Pack, compare, write and journal rows ``first`` .. ``first + count``."""
-        own, events = Hashers(), Events()
-        lossless = self._job.plan.options.recipe.lossless
+        own, events, how = Hashers(), Events(), self._how()
+        lossless = self._job.plan.options.recipe.exact_dense
         for row, n, packed, offset in self._chunks(first, count):
             rows, parts = self._reader.read(row, n)
-            events.add(pack(rows, self._tensor.target, packed, lossless=lossless))
+            events.add(pack(rows, self._tensor.target, packed, lossless=lossless, encoding=how))
             own.add(packed, parts)
             if self._several:
                 self._whole.add(packed, parts)
@@ -237,6 +260,7 @@ class _TensorWork:
             own.packed.hexdigest(),
             self._sources(own),
             events.document(),
+            books_text(self._books),
         )
         self._job.journal.record(record)
         return record
@@ -287,9 +311,48 @@ def source_digest(checkpoint: Checkpoint, digests: dict[str, str]) -> str:
     return hashlib.sha256(canonical(rows)).hexdigest()
 
 
-def tensor_records(output: Output, results: list[Packed]) -> tuple[TensorRecord, ...]:
-    """The receipt's rows of one output."""
-    records = []
+@dataclass(frozen=True, slots=True)
+class WrittenTable:
+    """A decode table that was written: digests of its payload, and repairs of its books."""
+
+    xxh3: str
+    sha256: str
+    repairs: int
+
+
+def write_tables(file: PartialFile, output: Output, results: list[Packed]) -> list[WrittenTable]:
+    """Write the decode tables of an output, once the books of all its tensors are known."""
+    written = []
+    for table in output.tables:
+        books = {expert: results[number].books for expert, number in table.members}
+        payload = table.payload({e: b.row for e, b in books.items() if b is not None})
+        file.pwrite(payload, table.entry.offset)
+        written.append(
+            WrittenTable(
+                xxhash.xxh3_128(payload).hexdigest(),
+                hashlib.sha256(payload).hexdigest(),
+                sum(b.repairs for b in books.values() if b is not None),
+            )
+        )
+    return written
+
+
+def tensor_records(
+    output: Output, results: list[Packed], tables: list[WrittenTable]
+) -> tuple[TensorRecord, ...]:
+    """The receipt's rows of one output, in index order."""
+    records = [
+        TensorRecord(
+            table.entry.name,
+            RAW.name,
+            table.entry.shape,
+            table.entry.nbytes,
+            done.xxh3,
+            (),
+            {"book_repairs": done.repairs} if done.repairs else {},
+        )
+        for table, done in zip(output.tables, tables, strict=True)
+    ]
     for tensor, result in zip(output.tensors, results, strict=True):
         unit = tensor.unit
         records.append(
@@ -306,19 +369,22 @@ def tensor_records(output: Output, results: list[Packed]) -> tuple[TensorRecord,
                 result.events.document(),
             )
         )
-    return tuple(records)
+    return tuple(sorted(records, key=lambda record: record.name.encode("utf-8")))
 
 
 def seal(
     file: PartialFile, output: Output, plan: Plan, results: list[Packed], digest: str
 ) -> Receipt:
-    """Write the front, read the file back against its digests, sync it; the receipt is returned.
+    """Write tables and front, read the file back against its digests, sync it.
 
-    The sync runs while the file is read back: both wait for different things.
+    The receipt is returned. The sync runs while the file is read back: both wait for different
+    things.
     """
-    front = output.front(digest)
-    file.pwrite(front, 0)
-    check = _ReadBack(file, output, results)
+    tables = write_tables(file, output, results)
+    file.pwrite(output.front(digest, [(t.sha256, t.repairs) for t in tables]), 0)
+    packed = [(t.entry, r.packed) for t, r in zip(output.tensors, results, strict=True)]
+    packed += [(t.entry, w.xxh3) for t, w in zip(output.tables, tables, strict=True)]
+    check = _ReadBack(file, packed)
     with ThreadPoolExecutor(1) as pool:
         syncing = pool.submit(file.sync)
         sha256 = sha256_stream(file.pread_into, file.file_bytes, seen=check.seen)
@@ -335,16 +401,17 @@ def seal(
         source_digest=digest,
         partial=output.partial,
         skipped=plan.skipped,
-        tensors=tensor_records(output, results),
+        tensors=tensor_records(output, results, tables),
+        imatrix_sha256=ours.get("imatrix_sha256", ""),
     )
 
 
 class _ReadBack:
     """Compares the payloads of the finished file, chunk by chunk, with what was packed."""
 
-    def __init__(self, file: PartialFile, output: Output, results: list[Packed]) -> None:
+    def __init__(self, file: PartialFile, packed: list[tuple[TensorEntry, str]]) -> None:
         self._path = file.path
-        self._tensors = zip(output.tensors, results, strict=True)
+        self._tensors = iter(sorted(packed, key=lambda item: item[0].offset))
         self._hasher = xxhash.xxh3_128()
         self._current = next(self._tensors, None)
 
@@ -352,7 +419,7 @@ class _ReadBack:
         """The next bytes of the file."""
         end = offset + chunk.nbytes
         while self._current is not None:
-            entry = self._current[0].entry
+            entry = self._current[0]
             start = max(entry.offset, offset)
             stop = min(entry.offset + entry.nbytes, end)
             if start < stop:
@@ -362,15 +429,15 @@ class _ReadBack:
             self._compare(*self._current)
             self._current = next(self._tensors, None)
 
-    def _compare(self, tensor: PlannedTensor, result: Packed) -> None:
+    def _compare(self, entry: TensorEntry, packed: str) -> None:
         found = self._hasher.hexdigest()
         self._hasher.reset()
-        if found != result.packed:
+        if found != packed:
             raise WriteError(
                 "the file read back differs from what was written",
                 path=self._path,
-                tensor=tensor.entry.name,
-                expected=result.packed,
+                tensor=entry.name,
+                expected=packed,
                 found=found,
                 remedy="check disk and memory of this machine",
             )
@@ -381,5 +448,5 @@ class _ReadBack:
             raise WriteError(
                 "the file read back is too short",
                 path=self._path,
-                tensor=self._current[0].entry.name,
+                tensor=self._current[0].name,
             )

@@ -6,20 +6,41 @@ lengths, metadata (but for three digests of fixed length). Moves no tensor data.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from ds4q.artifact import hfq, writer
+from ds4q.artifact.codings import rocmfpx_metadata
+from ds4q.artifact.formats import MixRow
 from ds4q.artifact.metadata import BLANK_DIGEST, canonical, front_digest, seal
-from ds4q.artifact.types import HFP4G32, TYPES, UPSTREAM_K, TensorType, matrix_shape
+from ds4q.artifact.tables import KINDS, Table, table_bytes, table_name
+from ds4q.artifact.types import (
+    HFP4G32,
+    MIXED,
+    RAW,
+    ROCMFP2_MIX,
+    ROCMFP3_MIX,
+    ROCMFPX,
+    TYPES,
+    UPSTREAM_K,
+    TensorType,
+    matrix_shape,
+)
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
-from ds4q.quantize.deepseek4 import Part
+from ds4q.quantize.deepseek4 import Part, Role, TensorInfo
 from ds4q.quantize.errors import JobError
-from ds4q.quantize.recipe import Recipe
+from ds4q.quantize.recipe import RECIPES, Recipe
+
+if TYPE_CHECKING:
+    from ds4q.quantize.imatrix import Imatrix
 
 DraftChoice = Literal["split", "keep", "drop"]
 BLANK_SHA256 = " " * 64
@@ -51,6 +72,13 @@ class Options:
     exclude: tuple[str, ...] = ()
     draft: DraftChoice = "split"
     allow_partial: bool = False
+    imatrix: Imatrix | None = None
+
+    def importance(self, info: TensorInfo) -> npt.NDArray[np.float32] | None:
+        """What the columns of a routed expert's matrix weigh; None weighs all alike."""
+        if self.imatrix is None or info.layer is None or info.expert is None:
+            return None
+        return self.imatrix.importance(info.layer, info.expert, info.projection or "")
 
     def document(self) -> dict[str, Any]:
         """For the journal: resuming demands the same."""
@@ -60,6 +88,7 @@ class Options:
             "exclude": list(self.exclude),
             "dspark": self.draft,
             "allow_partial": self.allow_partial,
+            "imatrix": "" if self.imatrix is None else self.imatrix.sha256,
         }
 
 
@@ -82,9 +111,36 @@ class PlannedTensor:
         return self.entry.offset + start, nbytes
 
     @property
+    def is_routed_expert(self) -> bool:
+        """Whether it counts for the bits per expert weight: a trunk's routed expert."""
+        return self.unit.info.role is Role.EXPERT
+
+    @property
     def row_bytes(self) -> int:
         """Packed bytes of one row; rounded down where blocks run across rows."""
         return self.entry.nbytes // self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTable:
+    """A decode table and its place in an output: books of all experts of one layer and projection.
+
+    ``members`` are (expert, number of its tensor in the output's ``tensors``).
+    """
+
+    entry: hfq.TensorEntry
+    layer: int
+    projection: str
+    kind: TensorType
+    experts: int
+    shape: tuple[int, int]
+    members: tuple[tuple[int, int], ...]
+
+    def payload(self, rows: Mapping[int, MixRow]) -> bytes:
+        """The payload, once the books of every member are known."""
+        every = tuple(rows.get(expert) for expert in range(self.experts))
+        kind = KINDS[self.kind.id].name
+        return Table(kind, self.layer, self.projection, *self.shape, every).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +152,32 @@ class Output:
     layout: writer.Layout
     metadata: dict[str, Any]
     tensors: tuple[PlannedTensor, ...]
+    tables: tuple[PlannedTable, ...] = ()
 
     @property
     def partial(self) -> bool:
         """Whether it lacks a part of its model."""
         return bool(self.metadata["ds4q"]["partial"])
 
-    def front(self, source_digest: str) -> bytes:
-        """Header, sealed metadata, index and padding, once the source has been read."""
+    def front(self, source_digest: str, tables: Sequence[tuple[str, int]] = ()) -> bytes:
+        """Header, sealed metadata, index and padding, once the source has been read.
+
+        ``tables`` gives SHA-256 and repaired levels of each of ``tables``, in their order.
+        """
         ours = self.metadata["ds4q"] | {"source_digest": source_digest}
-        return self.layout.front(seal(self.metadata | {"ds4q": ours}))
+        metadata = self.metadata | {"ds4q": ours}
+        if self.tables:
+            told = self.metadata["rocmfpx"]
+            found = dict(zip((t.entry.name for t in self.tables), tables, strict=True))
+            metadata["rocmfpx"] = rocmfpx_metadata(
+                {entry.name: entry.type_id for entry in self.layout.entries},
+                calibration=told["calibration"],
+                variant_107=told.get("variant_107", ""),
+                fp6_code32=told.get("fp6_code32", ""),
+                digests={name: sha256 for name, (sha256, _) in found.items()},
+                repairs={name: repairs for name, (_, repairs) in found.items()},
+            )
+        return self.layout.front(seal(metadata))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +197,12 @@ class Plan:
         return any(output.partial for output in self.outputs)
 
     @property
+    def lossless(self) -> bool:
+        """Whether every value of the source survives."""
+        packed = any(o.metadata["ds4q"]["private_qt"] for o in self.outputs)
+        return self.options.recipe.exact_dense and not packed
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of all outputs together."""
         return sum(output.layout.file_bytes for output in self.outputs)
@@ -133,6 +211,11 @@ class Plan:
     def payload_bytes(self) -> int:
         """Bytes of all packed tensors together."""
         return sum(t.entry.nbytes for output in self.outputs for t in output.tensors)
+
+    @property
+    def trunk(self) -> Output:
+        """The output that the job is named after."""
+        return self.outputs[0]
 
 
 def sidecar_path(trunk: Path, part: Part) -> Path:
@@ -174,7 +257,15 @@ def make_plan(
         path = out if part == "trunk" else sidecar_path(out, part)
         partial = audit.partial or part in cut
         output, odd = _plan_output(
-            path, part, parts[part], checkpoint, options, partial, fingerprint, version
+            path,
+            part,
+            parts[part],
+            checkpoint,
+            options,
+            partial,
+            fingerprint,
+            version,
+            audit.dims.experts,
         )
         outputs.append(output)
         warnings += odd
@@ -232,6 +323,7 @@ def _plan_output(
     partial: bool,
     fingerprint: str,
     version: str,
+    experts: int | None,
 ) -> tuple[Output, list[str]]:
     units = sorted(units, key=lambda unit: unit.weight.name.encode("utf-8"))
     specs = [
@@ -242,6 +334,8 @@ def _plan_output(
         )
         for unit in units
     ]
+    tables = _tables(units, specs, experts)
+    specs = sorted([*specs, *(t.spec for t in tables)], key=lambda spec: spec.name.encode("utf-8"))
     odd = [spec for spec in specs if spec.type_id == HFP4G32.id and spec.shape[-1] % UPSTREAM_K]
     warnings = []
     if odd:
@@ -249,25 +343,76 @@ def _plan_output(
             f"{len(odd)} tensors have rows that are no multiple of {UPSTREAM_K} "
             f"(first: {odd[0].name}, {odd[0].shape[-1]}): not loadable by upstream hipfire"
         )
-    metadata = _metadata(checkpoint, specs, options.recipe)
-    metadata["ds4q"] = {
-        "index_xxh3": BLANK_DIGEST,
+    metadata = _metadata(checkpoint, specs, options)
+    metadata["ds4q"] |= {
         "k256": not odd,
-        "metadata_xxh3": BLANK_DIGEST,
         "partial": partial,
-        "private_qt": False,
-        "recipe": options.recipe.name,
-        "source_digest": BLANK_SHA256,
         "source_fingerprint": fingerprint,
         "tool_version": version,
     }
     layout = writer.layout(specs, len(canonical(metadata)), arch_id=hfq.ARCH_DEEPSEEK4)
     metadata["ds4q"]["index_xxh3"] = front_digest(layout.header, layout.index)
+    entries = {entry.name: entry for entry in layout.entries}
     tensors = tuple(
-        PlannedTensor(unit, entry, *matrix_shape(entry.shape))
-        for unit, entry in zip(units, layout.entries, strict=True)
+        PlannedTensor(unit, entries[unit.name], *matrix_shape(entries[unit.name].shape))
+        for unit in units
     )
-    return Output(path, part, layout, metadata, tensors), warnings
+    planned = tuple(table.at(entries[table.spec.name]) for table in tables)
+    return Output(path, part, layout, metadata, tensors, planned), warnings
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A decode table before it has a place."""
+
+    spec: writer.TensorSpec
+    layer: int
+    projection: str
+    kind: TensorType
+    experts: int
+    shape: tuple[int, int]
+    members: tuple[tuple[int, int], ...]
+
+    def at(self, entry: hfq.TensorEntry) -> PlannedTable:
+        return PlannedTable(
+            entry,
+            self.layer,
+            self.projection,
+            self.kind,
+            self.experts,
+            self.shape,
+            self.members,
+        )
+
+
+def _tables(units: list[Unit], specs: list[writer.TensorSpec], experts: int | None) -> list[_Table]:
+    """One table for each (layer, projection) with an expert of a mixed type.
+
+    Raises ``JobError`` where one projection of a layer would hold both mixed types.
+    """
+    groups: dict[tuple[int, str], list[int]] = {}
+    for number, (unit, spec) in enumerate(zip(units, specs, strict=True)):
+        info = unit.info
+        if TYPES[spec.type_id] in MIXED and info.layer is not None and info.projection:
+            groups.setdefault((info.layer, info.projection), []).append(number)
+    tables = []
+    for (layer, projection), numbers in sorted(groups.items()):
+        members = tuple((units[number].info.expert or 0, number) for number in numbers)
+        kinds = {specs[number].type_id for number in numbers}
+        if len(kinds) > 1:
+            raise JobError(
+                "experts of one layer and projection have both mixed types",
+                tensor=specs[numbers[0]].name,
+                expected=f"{ROCMFP3_MIX.name} or {ROCMFP2_MIX.name} in all of them",
+                remedy="change the recipe",
+            )
+        kind = TYPES[kinds.pop()]
+        total = experts or 1 + max(expert for expert, _ in members)
+        name = table_name(layer, projection)
+        spec = writer.TensorSpec(name, RAW.id, (table_bytes(kind.id, total),))
+        rows, k = specs[numbers[0]].shape
+        tables.append(_Table(spec, layer, projection, kind, total, (rows, k), members))
+    return tables
 
 
 def source_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -286,12 +431,34 @@ def source_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _metadata(
-    checkpoint: Checkpoint, specs: list[writer.TensorSpec], recipe: Recipe
+    checkpoint: Checkpoint, specs: list[writer.TensorSpec], options: Options
 ) -> dict[str, Any]:
-    """The keys that hipfire's readers know."""
+    """All keys: hipfire's, our own with blank digests, and ``rocmfpx`` where its types are used."""
+    recipe = options.recipe
+    kinds = {TYPES[spec.type_id] for spec in specs}
     counts = Counter(TYPES[spec.type_id].name for spec in specs)
-    return source_metadata(checkpoint) | {
+    ours = {
+        "index_xxh3": BLANK_DIGEST,
+        "metadata_xxh3": BLANK_DIGEST,
+        "private_qt": not kinds.isdisjoint(ROCMFPX),
+        "recipe": recipe.name,
+        "source_digest": BLANK_SHA256,
+    }
+    metadata = source_metadata(checkpoint) | {
+        "ds4q": ours,
         "has_vision": False,
         "hipfire_quant_recipe": f"ds4q-{recipe.name}",
         "hipfire_recipe_census": dict(sorted(counts.items())),
     }
+    if ours["private_qt"]:
+        if options.imatrix is not None:
+            ours["imatrix_sha256"] = options.imatrix.sha256
+        metadata["rocmfpx"] = rocmfpx_metadata(
+            {spec.name: spec.type_id for spec in specs},
+            calibration="absmax" if options.imatrix is None else "imatrix",
+            variant_107=recipe.variant_107,
+            fp6_code32=recipe.fp6_code32,
+        )
+    if RECIPES.get(recipe.name) != recipe:
+        ours["recipe_sha256"] = hashlib.sha256(canonical(recipe.document())).hexdigest()
+    return metadata

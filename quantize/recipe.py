@@ -130,7 +130,7 @@ class Recipe:
     fp6_code32: str = ""
 
     @property
-    def lossless(self) -> bool:
+    def exact_dense(self) -> bool:
         """Whether a dense value that the target type cannot hold exactly is refused."""
         return DENSE_RECIPES[self.dense] is None
 

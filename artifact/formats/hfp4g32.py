@@ -172,6 +172,37 @@ def _decode_fast(rows: U8, row_scales: Values, out: Values) -> None:
 _decode = FastPath(_decode_reference, _decode_fast)
 
 
+def _source_values_reference(codes: U8, scales: U8, out: Values) -> None:
+    blocks = E2M1[unpack_nibbles(codes)].reshape(*scales.shape, BLOCK)
+    with np.errstate(over="ignore"):
+        out[:] = (blocks * E8M0[scales][:, :, None]).reshape(out.shape)
+
+
+@jit
+def _source_values_fast(codes: U8, scales: U8, out: Values) -> None:
+    for r in range(scales.shape[0]):
+        for b in range(scales.shape[1]):
+            scale = E8M0[scales[r, b]]
+            for i in range(CODE_BYTES):
+                byte = codes[r, CODE_BYTES * b + i]
+                out[r, BLOCK * b + 2 * i] = E2M1[byte & 15] * scale
+                out[r, BLOCK * b + 2 * i + 1] = E2M1[byte >> 4] * scale
+
+
+_source_values = FastPath(_source_values_reference, _source_values_fast)
+
+
+def source_values(codes: U8, scales: U8) -> Values:
+    """Values float32 ``(M, K)`` of FP4 source bytes ``(M, K/2)`` and ``(M, K/32)``; exact.
+
+    Beyond float32 (scale bytes 253, 254 with large codes) they are infinite.
+    """
+    _check_shapes(codes, scales, None)
+    out = np.empty((len(codes), codes.shape[1] * 2), dtype=np.float32)
+    _source_values(codes, scales, out)
+    return out
+
+
 def _check_shapes(codes: U8, scales: U8, rows: U8 | None) -> None:
     """The compiled kernels take addresses: a wrong shape would reach beyond the arrays."""
     m, n = scales.shape if scales.ndim == 2 else (len(scales), 0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ds4q.quantize.job import Summary
 
 PRIMED_SHARDS = 2  # the job begins with the first; more would only get in its way
-RECIPES = ("fp4", "fp4-q8", "fp4-f16")
+VARIANTS = ("dual", "affine", "s40", "sign")
 
 
 @click.command("quantize")
@@ -32,10 +32,38 @@ RECIPES = ("fp4", "fp4-q8", "fp4-f16")
 )
 @click.option(
     "--recipe",
-    type=click.Choice(RECIPES),
     default="fp4",
     show_default=True,
-    help="fp4 is lossless; fp4-q8 and fp4-f16 round the dense tensors and say by how much.",
+    metavar="NAME|FILE.toml",
+    help="fp4 is lossless; fp4-q8 and fp4-f16 round the dense tensors. Experts re-encoded: "
+    "rocmfp4, rocmfp4-fast, rocmfp3, rocmfp6-zero, rocmfp6-neg32, rocmfp8, rocmfp2 (dual, or "
+    "rocmfp2-affine, -s40, -sign), rocmfp23, mix, mix2; budget spends a size target; a .toml file "
+    "holds rules.",
+)
+@click.option(
+    "--imatrix",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Weigh the errors of re-encoded experts by this file (ds4q calibrate makes one).",
+)
+@click.option(
+    "--target-size",
+    "target_bytes",
+    type=common.SIZE,
+    metavar="S",
+    help="With --recipe budget: the most bytes that OUT.hfq may have, as 98GB or 90GiB.",
+)
+@click.option(
+    "--target-bpw",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="B",
+    help="With --recipe budget: the most bits per weight of the routed experts, as 2.75.",
+)
+@click.option(
+    "--variant-107",
+    type=click.Choice(VARIANTS),
+    metavar="V",
+    help=f"How type 107 is to be read, where the recipe leaves it open: {', '.join(VARIANTS)}.",
 )
 @click.option(
     "--include-prefix",
@@ -74,6 +102,10 @@ def command(
     source: Path,
     out: str,
     recipe: str,
+    imatrix: Path | None,
+    target_bytes: int | None,
+    target_bpw: float | None,
+    variant_107: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     draft: Any,
@@ -109,6 +141,10 @@ def command(
             source,
             out,
             recipe=recipe,
+            variant_107=variant_107,
+            imatrix=imatrix,
+            target_bytes=target_bytes,
+            target_bpw=target_bpw,
             include=include,
             exclude=exclude,
             draft=draft,

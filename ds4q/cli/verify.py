@@ -30,6 +30,17 @@ if TYPE_CHECKING:
     help="Receipt to check against; else FILE.hfq.receipt, or one in the folder that fits.",
 )
 @click.option(
+    "--imatrix",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The importance matrix that the artifact was made with; --source needs it then.",
+)
+@click.option(
+    "--errors-only",
+    is_flag=True,
+    help="With --source: measure what re-encoded experts lost, without encoding them again.",
+)
+@click.option(
     "--junit",
     type=click.Path(path_type=Path),
     metavar="FILE.xml",
@@ -42,6 +53,8 @@ def command(
     file: Path,
     source: Path | None,
     receipt: Path | None,
+    imatrix: Path | None,
+    errors_only: bool,
     junit: Path | None,
     threads: int,
     as_json: bool,
@@ -54,6 +67,8 @@ def command(
 
     Exit status 0: every check passed; 1: at least one failed.
     """
+    if source is None and (imatrix is not None or errors_only):
+        raise click.UsageError("--imatrix and --errors-only belong to --source")
     if junit is not None:
         common.claim_report(junit, "--junit", b"ds4q verify")
     from ds4q.api import verify
@@ -62,6 +77,8 @@ def command(
         file,
         source=source,
         receipt=receipt,
+        imatrix=imatrix,
+        errors_only=errors_only,
         threads=threads,
         progress=partial(common.progress, quiet=quiet),
     )

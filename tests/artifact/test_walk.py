@@ -13,6 +13,7 @@ import pytest
 import xxhash
 
 from ds4q.artifact import walk as walk_module
+from ds4q.artifact.codings import Codings
 from ds4q.artifact.errors import ChangedError, PayloadValueError, TruncatedError
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.metadata import front_digest
@@ -186,8 +187,10 @@ def test_closed_gate_lets_nobody_wait_and_stops_the_hash() -> None:
 
 
 def legal(tmp_path: Path, tensors: tuple[Tensor, ...]) -> list[str]:
-    visitor = LegalBytes(Check("payload"))
-    run(File(tensors).write(tmp_path), visitor)
+    path = File(tensors).write(tmp_path)
+    with Reader(path) as reader:
+        visitor = LegalBytes(Check("payload"), Codings.of(reader))
+    run(path, visitor)
     return visitor.check.lines()
 
 

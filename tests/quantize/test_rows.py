@@ -32,7 +32,8 @@ class Opened:
 
     def reader(self, name: str, heard: list[int] | None = None) -> RowReader:
         reached = (lambda done: None) if heard is None else heard.append
-        return RowReader(self.checkpoint, self.audit, self.planned[name], Buffers(), reached)
+        unit = self.planned[name].unit
+        return RowReader(self.checkpoint, self.audit, unit, Buffers(), reached)
 
 
 @pytest.fixture
@@ -143,9 +144,7 @@ def test_buffers_grow_and_are_used_again() -> None:
 def test_a_run_of_rows_is_all_that_is_held(opened: Opened) -> None:
     buffers = Buffers()
     name = "layers.0.ffn.experts.0.w1.weight"
-    reader = RowReader(
-        opened.checkpoint, opened.audit, opened.planned[name], buffers, lambda done: None
-    )
+    reader = RowReader(opened.checkpoint, opened.audit, opened.planned[name].unit, buffers)
     first: Rows = reader.read(0, 8)[0]
     again: Rows = reader.read(8, 8)[0]
     assert np.shares_memory(first.weight, again.weight)

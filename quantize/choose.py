@@ -1,0 +1,122 @@
+"""Owns which recipe a job uses: a name, a file of rules, or a plan for a budget.
+
+What the names mean is ``recipe.py``'s, what rules mean ``rules.py``'s, how a budget is spent
+``budget.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds4q.artifact.types import ROCMFP2
+from ds4q.quantize.audit import Audit
+from ds4q.quantize.checkpoint import Checkpoint
+from ds4q.quantize.errors import JobError
+from ds4q.quantize.grid import ExpertDims
+from ds4q.quantize.recipe import EXPERT_TYPES, Recipe, find_recipe
+from ds4q.quantize.rules import BUDGET, load_recipe
+
+if TYPE_CHECKING:
+    from ds4q.quantize.budget import BudgetPlan
+    from ds4q.quantize.imatrix import Imatrix
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+VARIANTS_107 = tuple(v for kind, v in dict.fromkeys(EXPERT_TYPES.values()) if kind is ROCMFP2)
+OPEN_VARIANT = ("rocmfp2", "rocmfp23")  # named recipes that leave the variant to the user
+
+
+class VariantChoiceError(JobError):
+    """A variant of type 107 that the recipe has no room for."""
+
+    rule = "--variant-107 does not fit the recipe"
+    cure = f"it is for the recipes {', '.join(OPEN_VARIANT)} and {BUDGET}"
+
+
+class TargetError(JobError):
+    """A size target where none belongs, two of them, or none where one is needed."""
+
+    rule = "size target does not fit the recipe"
+    cure = f"give --target-size or --target-bpw with --recipe {BUDGET}, and only there"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user asked for.
+
+    ``recipe`` is a name or the path of a ``.toml`` file; ``target_bytes`` is of the whole trunk
+    file, ``target_bpw`` in bits per weight of its routed experts.
+    """
+
+    recipe: str
+    variant_107: str | None = None
+    target_bytes: int | None = None
+    target_bpw: float | None = None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the recipe is a file of rules."""
+        return self.recipe.endswith(".toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The recipe of a job, and the plan that made it where a budget was given."""
+
+    recipe: Recipe
+    budget: BudgetPlan | None = None
+
+
+def choose(
+    wish: Wish,
+    checkpoint: Checkpoint,
+    audit: Audit,
+    imatrix: Imatrix | None,
+    *,
+    file_bytes: Callable[[Recipe], int],
+    threads: int,
+    progress: Progress,
+) -> Choice:
+    """Find, load or compute the recipe.
+
+    Parameters
+    ----------
+    file_bytes : length of the trunk file that a recipe leads to
+
+    Raises
+    ------
+    JobError : an unknown name, a file that is no recipe, options that do not fit each other, a
+        budget that no choice of types can keep
+    """
+    targets = [t for t in (wish.target_bytes, wish.target_bpw) if t is not None]
+    if len(targets) != (wish.recipe == BUDGET):
+        raise TargetError(found=f"{len(targets)} with recipe {wish.recipe}")
+    if wish.recipe == BUDGET:
+        from ds4q.quantize.budget import plan_budget
+
+        planned = plan_budget(
+            checkpoint,
+            audit,
+            imatrix=imatrix,
+            variant_107=wish.variant_107,
+            target_bpw=wish.target_bpw,
+            target_bytes=wish.target_bytes,
+            file_bytes=file_bytes,
+            threads=threads,
+            progress=progress,
+        )
+        return Choice(planned.recipe, planned)
+    if wish.is_file:
+        if wish.variant_107 is not None:
+            raise VariantChoiceError(found=wish.recipe)
+        counts = None if imatrix is None else imatrix.tokens
+        return Choice(load_recipe(Path(wish.recipe), ExpertDims.of(audit), counts))
+    recipe = find_recipe(wish.recipe)
+    if wish.variant_107 is not None:
+        if wish.variant_107 != recipe.variant_107 and wish.recipe not in OPEN_VARIANT:
+            raise VariantChoiceError(found=f"{wish.variant_107} with recipe {wish.recipe}")
+        recipe = replace(recipe, variant_107=wish.variant_107)
+    return Choice(recipe)
