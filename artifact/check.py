@@ -1,8 +1,9 @@
-"""Owns the structural check of an open artifact: what can be said without reading a payload.
+"""Owns the structural check of an open artifact: what can be said without reading weights.
 
 The reader has already refused what it cannot parse. This adds the rulings that make a file fit for
-decoding: every length fits its type and shape, every type has a codec, and a file that ds4q wrote
-is exactly as ds4q writes it.
+decoding: every length fits its type and shape, every type has a codec, ROCmFPX tensors have all
+that they are read by, and a file that ds4q wrote is exactly as ds4q writes it. Decode tables are
+the only payloads that are read here.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from ds4q.artifact.codings import CALIBRATIONS, KEY, VARIANTS, examine, repairs_fit
 from ds4q.artifact.errors import ArtifactError
 from ds4q.artifact.hfq import ARCH_DEEPSEEK4, VERSION_WRITTEN, Reader, TensorEntry
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import (
     HFP4G32,
+    PRIVATE,
+    ROCMFPX,
     TYPES,
     UPSTREAM_K,
     check_entry,
@@ -45,15 +49,18 @@ def own_metadata(reader: Reader) -> dict[str, Any] | None:
 
 
 def check_structure(reader: Reader, check: Check) -> None:
-    """Fill ``check`` with every structural fault of ``reader``; payloads are not read."""
+    """Fill ``check`` with every structural fault of ``reader``; weights are not read."""
     for entry in reader.tensors.values():
         try:
             name, size = entry.name, entry.nbytes
-            decodable(entry.type_id, tensor=name)
-            check_entry(entry.type_id, entry.shape, entry.group_size, size, tensor=name)
+            if (
+                decodable(entry.type_id, tensor=name) not in ROCMFPX
+            ):  # those have rules of their own
+                check_entry(entry.type_id, entry.shape, entry.group_size, size, tensor=name)
         except ArtifactError as error:
             check.fail_with(error)
     ours = own_metadata(reader)
+    _check_codings(reader, ours is not None, check)
     if ours is None:
         check.notes.extend(reader.warnings + reader.strict_warnings)
     else:
@@ -63,6 +70,30 @@ def check_structure(reader: Reader, check: Check) -> None:
         "tensors": len(reader.tensors),
         "bytes": reader.file_bytes,
     }
+
+
+def _check_codings(reader: Reader, own: bool, check: Check) -> None:
+    """What ROCmFPX tensors are read by, and what the metadata says of them beyond that."""
+    codings = examine(reader, check.fail_with)
+    document = reader.metadata.get(KEY)
+    if not isinstance(document, dict):
+        return
+    used = {entry.type_id for entry in reader.tensors.values()}
+    for type_id, (key, _) in VARIANTS.items():
+        if key in document and type_id not in used:
+            what = f"metadata {KEY}.{key} is set, but no tensor has type {type_id}"
+            check.fail(Failure(what, found=repr(document[key])))
+    calibration = document.get("calibration")
+    if calibration not in CALIBRATIONS and (own or "calibration" in document):
+        what, words = f"wrong metadata {KEY}.calibration", " or ".join(CALIBRATIONS)
+        check.fail(Failure(what, expected=words, found=repr(calibration)))
+    repairs = document.get("repairs", [])
+    if own and check.ok and not repairs_fit(repairs, codings.tables):
+        check.fail(Failure(f"metadata {KEY}.repairs is not one count for each decode table"))
+    check.figures |= {"calibration": calibration, "decode_tables": len(codings.tables)}
+    if calibration == "absmax":
+        check.notes.append("encoded without an imatrix: of lower quality than with one")
+    check.notes.extend(codings.uneven_pairs())
 
 
 def _check_own(reader: Reader, ours: dict[str, Any], check: Check) -> None:
@@ -82,6 +113,7 @@ def _check_own(reader: Reader, ours: dict[str, Any], check: Check) -> None:
         ("arch_id", ARCH_DEEPSEEK4, reader.arch_id),
         ("type census", reader.metadata.get("hipfire_recipe_census"), census(entries)),
         ("ds4q.k256", ours.get("k256"), not odd_rows),
+        ("ds4q.private_qt", ours.get("private_qt"), any(e.type_id >= PRIVATE for e in entries)),
     )
     for what, expected, found in claims:
         if expected != found:

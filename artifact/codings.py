@@ -7,7 +7,8 @@ is not told is refused; nothing is guessed from the content. Decodes no tensor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,7 @@ CALIBRATIONS = ("imatrix", "absmax")
 REPAIR = "bf16-epsilon-v1"
 MAX_REPAIRS = 9999
 
+_COUNT = re.compile("[0-9]{4}")
 _LOSSY = frozenset(kind.id for kind in ROCMFPX)
 Refuse = Callable[[ArtifactError], None]
 
@@ -89,6 +91,19 @@ class Codings:
         """The codec of a tensor of this artifact."""
         coding = self.coding(entry.name)
         return codec_for(entry.type_id, coding, path=self.path, tensor=entry.name)
+
+    def uneven_pairs(self) -> Iterator[str]:
+        """A line for each layer whose gate and up tables differ where both have a row."""
+        by_place = {(table.layer, table.projection): table for table in self.tables}
+        for (layer, projection), gate in by_place.items():
+            up = by_place.get((layer, "w3"))
+            if projection != "w1" or up is None:
+                continue
+            pairs = enumerate(zip(gate.rows, up.rows, strict=True))
+            odd = [n for n, (a, b) in pairs if a is not None and b is not None and a != b]
+            if odd:
+                which = f"{len(odd)} experts, the first {odd[0]}"
+                yield f"layer {layer}: the rows of gate and up differ in {which}"
 
 
 def examine(reader: Reader, refuse: Refuse) -> Codings:
@@ -330,6 +345,20 @@ def rocmfpx_metadata(
         document["mix_index_sha256"] = mix_index_sha256(index) if known else BLANK_SHA256
         document["repairs"] = [_repair(item["table"], repairs or {}) for item in index]
     return document
+
+
+def repairs_fit(repairs: Any, tables: Sequence[Table]) -> bool:
+    """Whether ``repairs`` is a list that ``rocmfpx_metadata`` writes for ``tables``."""
+    if not isinstance(repairs, list) or len(repairs) != len(tables):
+        return False
+    return all(
+        isinstance(item, dict)
+        and item.keys() == {"count", "kind", "table"}
+        and (item["kind"], item["table"]) == (REPAIR, table.name)
+        and isinstance(item["count"], str)
+        and _COUNT.fullmatch(item["count"]) is not None
+        for item, table in zip(repairs, tables, strict=True)
+    )
 
 
 def _repair(table: str, counts: Mapping[str, int]) -> dict[str, str]:

@@ -186,6 +186,7 @@ BY_NAME: dict[str, TensorType] = {t.name: t for t in TYPES.values()}
 # Never to be assigned: upstream keeps them reserved, and 43 is burned.
 RESERVED_IDS = frozenset({23, 25, 26, 27, 43})
 
+PRIVATE = 100  # numbers from here on are not hipfire's: no reader of its own knows them
 UPSTREAM_K = 256  # hipfire's kernels and loaders need HFP4G32 rows of a multiple of this
 ROW_GRANULE = 32  # runs of rows begin at a multiple: no group of 32 crosses a border
 
@@ -200,7 +201,8 @@ def type_of(type_id: int, *, path: object = None, tensor: str | None = None) -> 
     found = TYPES.get(type_id)
     if found is None:
         word = "reserved" if type_id in RESERVED_IDS else "unknown"
-        raise TensorTypeError(f"{word} tensor type {type_id}", path=path, tensor=tensor)
+        what = f"qtype-unknown: {word} tensor type {type_id}"
+        raise TensorTypeError(what, path=path, tensor=tensor)
     return found
 
 
@@ -208,9 +210,8 @@ def decodable(type_id: int, *, path: object = None, tensor: str | None = None) -
     """As ``type_of``, and refuses a type for which ds4q has no codec."""
     found = type_of(type_id, path=path, tensor=tensor)
     if not found.codec:
-        raise TensorTypeError(
-            f"ds4q has no codec for tensor type {found.id} ({found.name})", path=path, tensor=tensor
-        )
+        what = f"qtype-unknown: ds4q has no codec for tensor type {found.id} ({found.name})"
+        raise TensorTypeError(what, path=path, tensor=tensor)
     return found
 
 

@@ -141,11 +141,12 @@ def sealed(
     counts: dict[str, int] = {}
     for spec in specs:
         counts[TYPES[spec.type_id].name] = counts.get(TYPES[spec.type_id].name, 0) + 1
+    private = any(spec.type_id >= 100 for spec in specs)
     own = {"index_xxh3": metadata_json.BLANK_DIGEST, "metadata_xxh3": metadata_json.BLANK_DIGEST}
     document = {
         "architecture": "deepseek_v4",
         "config": {"model_type": "deepseek_v4"},
-        "ds4q": own | {"recipe": "fp4", "tool_version": "0"} | (ours or {}),
+        "ds4q": own | {"private_qt": private, "recipe": "fp4", "tool_version": "0"} | (ours or {}),
         "hipfire_quant_recipe": "ds4q-fp4",
         "hipfire_recipe_census": dict(sorted(counts.items())),
     } | (metadata or {})

@@ -51,8 +51,8 @@ def test_every_fault_is_listed(tmp_path: Path) -> None:
     assert [f.message for f in check.failures] == [
         "payload length does not fit type and shape",
         "wrong group size for HFP4G32",
-        "unknown tensor type 99",
-        "ds4q has no codec for tensor type 13 (MQ4G256)",
+        "qtype-unknown: unknown tensor type 99",
+        "qtype-unknown: ds4q has no codec for tensor type 13 (MQ4G256)",
         "HFP4G32 cannot hold rows of this length",
     ]
     assert check.failures[0].expected == "8 bytes"
