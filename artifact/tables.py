@@ -81,6 +81,11 @@ def expert_of(name: str) -> tuple[int, int, str] | None:
     return None if found is None else (int(found[1]), int(found[2]), found[3])
 
 
+def expert_name(layer: int, expert: int, projection: str) -> str:
+    """The matrix of a routed expert of the trunk."""
+    return f"layers.{layer}.ffn.experts.{expert}.{projection}.weight"
+
+
 def table_name(layer: int, projection: str) -> str:
     """The tensor that holds the table of one (layer, projection)."""
     return f"layers.{layer}.ffn.experts.{projection}.mix_table"
