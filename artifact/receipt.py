@@ -24,6 +24,7 @@ from ds4q.artifact.metadata import canonical, front_digest, parse_metadata
 from ds4q.artifact.types import BY_NAME
 
 FORMAT = "ds4q.receipt.v1"
+FORMAT_IMATRIX = "ds4q.receipt.v2"  # v1 and imatrix_sha256
 SUFFIX = ".receipt"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 MAX_RECEIPT_BYTES = 64 << 20  # compressed and not
@@ -73,8 +74,8 @@ class Receipt:
     imatrix_sha256: str = ""  # of the file that weighed the errors of lossy types
 
     def encode(self) -> bytes:
-        """The file's bytes; what no imatrix weighed says nothing of one."""
-        document = {"format": FORMAT} | asdict(self)
+        """The file's bytes: version 2 where an imatrix was used, else version 1."""
+        document = {"format": FORMAT_IMATRIX if self.imatrix_sha256 else FORMAT} | asdict(self)
         if not self.imatrix_sha256:
             del document["imatrix_sha256"]
         text = canonical(document)
@@ -91,9 +92,12 @@ def _fail(path: object, what: str, found: object = None) -> ReceiptError:
 def read_receipt(path: str | os.PathLike[str]) -> Receipt:
     """Parse a receipt strictly; anything else raises ``ReceiptError`` naming the file."""
     document = _parse(_decompress(_read_file(path), path), path)
-    if document.pop("format", None) != FORMAT:
-        raise _fail(path, f"not a receipt of format {FORMAT}")
-    return _build(document, path)
+    version = document.pop("format", None)
+    if version not in (FORMAT, FORMAT_IMATRIX):
+        raise _fail(path, f"not a receipt of format {FORMAT} or {FORMAT_IMATRIX}")
+    if version == FORMAT and document.setdefault("imatrix_sha256", "") != "":
+        raise _fail(path, f"{FORMAT} has no imatrix_sha256")
+    return _build(document, path, imatrix=version == FORMAT_IMATRIX)
 
 
 def _read_file(path: str | os.PathLike[str]) -> bytes:
@@ -169,8 +173,6 @@ _HEX_DIGITS = {"sha256": 64, "imatrix_sha256": 64, "index_xxh3": 32, "xxh3": 32}
 def _record(kind: type[R], item: Any, path: object) -> R:
     """``kind`` from a JSON object that has exactly its fields, each of the right kind."""
     wanted = {field.name: str(field.type) for field in fields(kind)}
-    if kind is Receipt and isinstance(item, dict) and "imatrix_sha256" not in item:
-        del wanted["imatrix_sha256"]
     if not isinstance(item, dict) or item.keys() != wanted.keys():
         keys = sorted(item) if isinstance(item, dict) else item
         raise _fail(path, f"receipt lacks a field of {kind.__name__} or has one too many", keys)
@@ -178,7 +180,8 @@ def _record(kind: type[R], item: Any, path: object) -> R:
     for name, annotation in wanted.items():
         value = item[name]
         digits = _HEX_DIGITS.get(name)
-        if not _KINDS[annotation](value) or (digits and not _is_hex(value, digits)):
+        absent = name == "imatrix_sha256" and value == ""  # version 1
+        if not _KINDS[annotation](value) or (digits and not absent and not _is_hex(value, digits)):
             raise _fail(path, f"receipt has a {name} of the wrong kind", repr(value)[:80])
         if annotation == "tuple[SourceRecord, ...]":
             value = [_record(SourceRecord, source, path) for source in value]
@@ -194,8 +197,10 @@ def _is_hex(text: str, digits: int) -> bool:
     return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
 
 
-def _build(document: dict[str, Any], path: object) -> Receipt:
+def _build(document: dict[str, Any], path: object, *, imatrix: bool) -> Receipt:
     receipt = _record(Receipt, document, path)
+    if imatrix and not receipt.imatrix_sha256:
+        raise _fail(path, f"{FORMAT_IMATRIX} without imatrix_sha256")
     seen: set[str] = set()
     for record in receipt.tensors:
         if record.type not in BY_NAME:

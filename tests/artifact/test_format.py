@@ -256,7 +256,8 @@ def test_receipt_fields(number: int, kind: type, extra: list[str]) -> None:
         digits = receipt._HEX_DIGITS.get(row[key])
         assert (row["kind"] == f"{digits} hex") == (digits is not None)
     if number == 0:
-        assert plain(rows[0]["content"]) == receipt.FORMAT
+        formats = re.findall(r"`(.+?)`", rows[0]["content"])
+        assert formats == [receipt.FORMAT, receipt.FORMAT_IMATRIX]
 
 
 def test_receipt_source_fields() -> None:

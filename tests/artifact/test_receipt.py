@@ -19,6 +19,7 @@ from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import (
     FORMAT,
+    FORMAT_IMATRIX,
     Receipt,
     SourceRecord,
     TensorRecord,
@@ -64,6 +65,7 @@ def pack(text: bytes, **options: Any) -> bytes:
 def document() -> dict[str, Any]:
     """The receipt's JSON, as it stands in the file."""
     parsed: dict[str, Any] = json.loads(json.dumps({"format": FORMAT} | asdict(RECEIPT)))
+    del parsed["imatrix_sha256"]  # a field of version 2
     return parsed
 
 
@@ -113,6 +115,28 @@ def test_a_receipt_is_canonical_json_in_one_checked_frame() -> None:
         "tensors",
         "tool_version",
     ]
+
+
+def test_a_receipt_that_names_an_imatrix_is_version_2(tmp_path: Path) -> None:
+    weighed = replace(RECEIPT, imatrix_sha256="5" * 64)
+    raw = weighed.encode()
+    found = json.loads(zstandard.ZstdDecompressor().decompress(raw))
+    assert found == document() | {"format": FORMAT_IMATRIX, "imatrix_sha256": "5" * 64}
+    assert read_receipt(written(tmp_path, raw)) == weighed
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format": FORMAT, "imatrix_sha256": "5" * 64}, "has no imatrix_sha256"),
+        ({"format": FORMAT_IMATRIX}, "lacks a field"),
+        ({"format": FORMAT_IMATRIX, "imatrix_sha256": ""}, "without imatrix_sha256"),
+        ({"format": FORMAT_IMATRIX, "imatrix_sha256": "5" * 63}, "wrong kind"),
+        ({"format": FORMAT_IMATRIX, "imatrix_sha256": 5}, "wrong kind"),
+    ],
+)
+def test_versions_are_not_mixed(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    refused(tmp_path, pack(json.dumps(document() | changes).encode()), says)
 
 
 # ------------------------------------------------------------------ damage
@@ -210,7 +234,7 @@ def test_receipt_longer_than_the_limit(tmp_path: Path) -> None:
         (b"", "not JSON"),
         (b"[]", "not a JSON object"),
         (b"{}", "not a receipt of format"),
-        (b'{"format":"ds4q.receipt.v2"}', "not a receipt of format ds4q.receipt.v1"),
+        (b'{"format":"ds4q.receipt.v3"}', "not a receipt of format ds4q.receipt.v1"),
         (b'{"format":"ds4q.receipt.v1"}', "lacks a field of Receipt"),
         (b'{"format":1,"format":1}', "a key twice"),
         (b'{"format":"\xff"}', "not UTF-8"),
