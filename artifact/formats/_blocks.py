@@ -14,9 +14,11 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.errors import CodingError, PayloadValueError
+from ds4q.artifact.errors import CodingError, PayloadSizeError, PayloadValueError
 from ds4q.artifact.fastpath import FastPath, jit
-from ds4q.artifact.formats import U8, Coding, RowCodec
+from ds4q.artifact.formats import U8, Coding, RowCodec, Values
+from ds4q.artifact.formats._rules import LEVELS
+from ds4q.artifact.formats._search import search
 from ds4q.artifact.formats._ue4m3 import LAST, LOW_BITS, UE4M3, UE4M3_LOW
 from ds4q.artifact.types import TensorType, matrix_shape
 
@@ -158,6 +160,7 @@ class BlockCodec(RowCodec):
     """
 
     bits: ClassVar[int]
+    group: ClassVar[int] = HALF  # weights that share a scale
 
     def __init__(self, levels: F32Array, upper: F32Array | None = None) -> None:
         self.levels = np.stack([levels, levels if upper is None else upper])
@@ -168,6 +171,72 @@ class BlockCodec(RowCodec):
         out = np.empty((len(units), BLOCK), dtype=np.float32)
         _decode(units, self.bits, self.levels, self.scales, out)
         return out
+
+    def search(
+        self, values: F32Array, importance: F32Array, scales: U8, codes: U8
+    ) -> tuple[int, int]:
+        """Fill scale bytes ``(M, K / 32 * scale bytes of a block)`` and codes ``(M, K)``.
+
+        ``importance`` is ``(K,)``, or ``(0,)`` for none. Returns the number of groups without
+        weight, and the first group that has no finite error, or -1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+    def encode_rows(self, values: Values, importance: Values | None = None) -> tuple[U8, int]:
+        self.type.row_bytes(values.shape[1])
+        return self._encode(values, importance)
+
+    def encode_units(self, values: Values) -> U8:
+        return self._encode(values, None)[0]
+
+    def encode(self, values: Values) -> U8:
+        self.type.payload_bytes(values.shape)
+        return super().encode(values)
+
+    def _encode(self, values: Values, importance: Values | None) -> tuple[U8, int]:
+        with np.errstate(over="ignore"):  # of float64 input: refused below
+            x = np.ascontiguousarray(values, dtype=np.float32)
+        rows, k = x.shape
+        self._refuse_non_finite(x)
+        per_block = self.type.block_bytes - 4 * self.bits
+        scales = np.empty((rows, k // BLOCK * per_block), dtype=np.uint8)
+        codes = np.empty((rows, k), dtype=np.uint8)
+        lost, failed = self.search(x, self._weights(importance, k), scales, codes)
+        if failed >= 0:
+            row, first = divmod(failed * self.group, k)
+            raise PayloadValueError(
+                f"{self.type.name} cannot hold weights this large: their error overflows float32 "
+                f"at every scale, in row {row} from weight {first} on",
+                found=f"{x[row, first : first + self.group].max():g}",
+            )
+        units = np.empty((rows * (k // BLOCK), self.type.block_bytes), dtype=np.uint8)
+        pack(codes.reshape(-1, BLOCK), scales.reshape(-1, per_block), self.bits, units)
+        return units.reshape(rows, -1), lost
+
+    def _refuse_non_finite(self, x: F32Array) -> None:
+        finite = np.isfinite(x)
+        if not finite.all():
+            row, column = divmod(int(np.argmin(finite)), x.shape[1])
+            raise PayloadValueError(
+                f"{self.type.name} cannot hold a value that is not finite",
+                found=f"{x[row, column]} in row {row}, weight {column}",
+            )
+
+    def _weights(self, importance: Values | None, k: int) -> F32Array:
+        if importance is None:
+            return np.empty(0, dtype=np.float32)
+        weights = np.ascontiguousarray(importance, dtype=np.float32)
+        if weights.shape != (k,):
+            raise PayloadSizeError(
+                "importance is one number a column", expected=(k,), found=weights.shape
+            )
+        bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+        if bad.size:
+            raise PayloadValueError(
+                "importance is negative or not finite",
+                found=f"{weights[bad[0]]} in column {bad[0]}",
+            )
+        return weights
 
     def validate_units(self, units: U8, *, first: int, path: object, tensor: str | None) -> None:
         self._check(units, lambda at: f"block {first + at}", path, tensor)
@@ -203,3 +272,16 @@ class BlockCodec(RowCodec):
                 expected=f"at most {LAST:#04x}{' below bit 7' if self.scale_bits < 255 else ''}",
                 found=f"{scales.reshape(-1)[bad[0]]:#04x}",
             )
+
+
+class RuleCodec(BlockCodec):
+    """A type whose encoder rounds by a ``rule`` of ``_rules.py``; ``upper`` as in the base."""
+
+    def __init__(self, rule: int, upper: F32Array | None = None) -> None:
+        super().__init__(LEVELS[rule], upper)
+        self.rule = rule
+
+    def search(
+        self, values: F32Array, importance: F32Array, scales: U8, codes: U8
+    ) -> tuple[int, int]:
+        return search(values, importance, self.rule, scales, codes)

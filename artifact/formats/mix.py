@@ -11,8 +11,11 @@ from typing import ClassVar
 import numpy as np
 
 from ds4q.artifact.errors import CodingError
-from ds4q.artifact.formats import Coding, MixRow, RowCodec
+from ds4q.artifact.formats import U8, Coding, MixRow, RowCodec
 from ds4q.artifact.formats._blocks import BlockCodec, F32Array
+from ds4q.artifact.formats._books import midpoints_of, search_books
+from ds4q.artifact.formats._rules import DUAL, FP3
+from ds4q.artifact.formats._search import search
 from ds4q.artifact.numeric import bf16_to_f32
 from ds4q.artifact.types import ROCMFP2_MIX, ROCMFP3_MIX, TensorType
 
@@ -52,21 +55,41 @@ def levels_of(kind: TensorType, row: MixRow) -> F32Array:
     return levels
 
 
-class RocmFp3MixCodec(BlockCodec):
+class MixCodec(BlockCodec):
+    """A codec of one table row. Its encoder writes the row's mode, whatever the weights."""
+
+    fixed_rule: ClassVar[int]  # how mode 0 rounds
+
+    def __init__(self, row: MixRow) -> None:
+        super().__init__(*levels_of(self.type, row))
+        self.mode = row.mode
+        self.midpoints = midpoints_of(self.levels)
+
+    def search(
+        self, values: F32Array, importance: F32Array, scales: U8, codes: U8
+    ) -> tuple[int, int]:
+        if self.mode == 0:
+            return search(values, importance, self.fixed_rule, scales, codes)
+        return search_books(values, importance, self.levels, self.midpoints, scales, codes)
+
+
+class RocmFp3MixCodec(MixCodec):
     """Eight levels."""
 
     type: ClassVar[TensorType] = ROCMFP3_MIX
     bits: ClassVar[int] = 3
+    fixed_rule: ClassVar[int] = FP3
 
 
-class RocmFp2MixCodec(BlockCodec):
+class RocmFp2MixCodec(MixCodec):
     """Four levels."""
 
     type: ClassVar[TensorType] = ROCMFP2_MIX
     bits: ClassVar[int] = 2
+    fixed_rule: ClassVar[int] = DUAL
 
 
-_CODECS: dict[int, type[BlockCodec]] = {
+_CODECS: dict[int, type[MixCodec]] = {
     ROCMFP3_MIX.id: RocmFp3MixCodec,
     ROCMFP2_MIX.id: RocmFp2MixCodec,
 }
@@ -76,4 +99,4 @@ def codec(kind: TensorType, coding: Coding) -> RowCodec:
     """The codec of a tensor whose table row is ``coding``; a bad row is a ``CodingError``."""
     if not isinstance(coding, MixRow):
         raise CodingError.of("mix-unregistered", f"{kind.name} needs a decode table row")
-    return _CODECS[kind.id](*levels_of(kind, coding))
+    return _CODECS[kind.id](coding)

@@ -12,11 +12,13 @@ from typing import ClassVar
 import numpy as np
 
 from ds4q.artifact.fastpath import FastPath, jit
-from ds4q.artifact.formats import U8, Coding, RowCodec
+from ds4q.artifact.formats import U8, Coding, RowCodec, _rules
+from ds4q.artifact.formats._affine import search_affine
 from ds4q.artifact.formats._blocks import (
     BLOCK,
     BlockCodec,
     F32Array,
+    RuleCodec,
     known_variant,
     unpack_block,
     unpack_reference,
@@ -25,9 +27,9 @@ from ds4q.artifact.formats._ue4m3 import UE4M3
 from ds4q.artifact.types import ROCMFP2, TensorType
 
 LEVELS: dict[str, F32Array] = {
-    "dual": np.array([-1, 0, 1, 2], dtype=np.float32),
+    "dual": _rules.LEVELS[_rules.DUAL],
     "affine": np.array([0, 1, 2, 3], dtype=np.float32),  # less the offset
-    "s40": np.array([-4, -1, 1, 4], dtype=np.float32),
+    "s40": _rules.LEVELS[_rules.S40],
 }
 MIRRORED: F32Array = np.array([1, 0, -1, -2], dtype=np.float32)  # a half of ``sign`` with bit 7
 BITS = 2
@@ -53,27 +55,36 @@ def _decode_affine_fast(units: U8, out: F32Array) -> None:
 _decode_affine = FastPath(_decode_affine_reference, _decode_affine_fast)
 
 
-class RocmFp2Codec(BlockCodec):
+class RocmFp2Codec(RuleCodec):
     """``dual``, ``s40`` and ``sign``: a scale for each half."""
 
     type: ClassVar[TensorType] = ROCMFP2
     bits: ClassVar[int] = BITS
 
 
-class AffineCodec(RocmFp2Codec):
+class AffineCodec(BlockCodec):
     """``affine``: a scale and an offset for the block."""
+
+    type: ClassVar[TensorType] = ROCMFP2
+    bits: ClassVar[int] = BITS
+    group: ClassVar[int] = BLOCK
 
     def decode_units(self, units: U8) -> F32Array:
         out = np.empty((len(units), BLOCK), dtype=np.float32)
         _decode_affine(units, out)
         return out
 
+    def search(
+        self, values: F32Array, importance: F32Array, scales: U8, codes: U8
+    ) -> tuple[int, int]:
+        return search_affine(values, importance, scales, codes)
 
-_CODECS: dict[str, RocmFp2Codec] = {
-    "dual": RocmFp2Codec(LEVELS["dual"]),
+
+_CODECS: dict[str, BlockCodec] = {
+    "dual": RocmFp2Codec(_rules.DUAL),
     "affine": AffineCodec(LEVELS["affine"]),
-    "s40": RocmFp2Codec(LEVELS["s40"]),
-    "sign": RocmFp2Codec(LEVELS["dual"], MIRRORED),
+    "s40": RocmFp2Codec(_rules.S40),
+    "sign": RocmFp2Codec(_rules.SIGN, upper=MIRRORED),
 }
 
 

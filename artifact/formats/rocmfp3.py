@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
-from ds4q.artifact.formats import Codec
-from ds4q.artifact.formats._blocks import BlockCodec, F32Array
+from ds4q.artifact.formats import Codec, _rules
+from ds4q.artifact.formats._blocks import F32Array, RuleCodec
 from ds4q.artifact.types import ROCMFP3, TensorType
 
-LEVELS: F32Array = np.array([0, 1, 2, 4, 0, -1, -2, -4], dtype=np.float32)  # code 4 is +0
+LEVELS: F32Array = _rules.LEVELS[_rules.FP3]
 
 
-class RocmFp3Codec(BlockCodec):
-    """Two scale bytes; code 4 is never written."""
+class RocmFp3Codec(RuleCodec):
+    """Two scale bytes; code 4 (+0) is never written."""
 
     type: ClassVar[TensorType] = ROCMFP3
     bits: ClassVar[int] = 3
 
 
-CODECS: dict[int, Codec] = {ROCMFP3.id: RocmFp3Codec(LEVELS)}
+CODECS: dict[int, Codec] = {ROCMFP3.id: RocmFp3Codec(_rules.FP3)}

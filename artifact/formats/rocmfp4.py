@@ -7,32 +7,29 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
-from ds4q.artifact.formats import Codec
-from ds4q.artifact.formats._blocks import BlockCodec, F32Array
+from ds4q.artifact.formats import Codec, _rules
+from ds4q.artifact.formats._blocks import BLOCK, F32Array, RuleCodec
 from ds4q.artifact.types import ROCMFP4, ROCMFP4_FAST, TensorType
 
-LEVELS: F32Array = np.array(
-    [0, 1, 2, 3, 4, 6, 8, 10, 0, -1, -2, -3, -4, -6, -8, -10], dtype=np.float32
-)  # code 8 is +0, and never written
+LEVELS: F32Array = _rules.LEVELS[_rules.FP4]
 
 
-class RocmFp4Codec(BlockCodec):
-    """Two scale bytes."""
+class RocmFp4Codec(RuleCodec):
+    """Two scale bytes; code 8 is never written."""
 
     type: ClassVar[TensorType] = ROCMFP4
     bits: ClassVar[int] = 4
 
 
-class RocmFp4FastCodec(BlockCodec):
-    """One scale byte."""
+class RocmFp4FastCodec(RuleCodec):
+    """One scale byte; code 8 is never written."""
 
     type: ClassVar[TensorType] = ROCMFP4_FAST
     bits: ClassVar[int] = 4
+    group: ClassVar[int] = BLOCK
 
 
 CODECS: dict[int, Codec] = {
-    ROCMFP4.id: RocmFp4Codec(LEVELS),
-    ROCMFP4_FAST.id: RocmFp4FastCodec(LEVELS),
+    ROCMFP4.id: RocmFp4Codec(_rules.FP4),
+    ROCMFP4_FAST.id: RocmFp4FastCodec(_rules.FP4),
 }

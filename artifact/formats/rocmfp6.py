@@ -8,28 +8,22 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
-from ds4q.artifact.formats import Coding, RowCodec
-from ds4q.artifact.formats._blocks import BlockCodec, F32Array, known_variant
+from ds4q.artifact.formats import Coding, RowCodec, _rules
+from ds4q.artifact.formats._blocks import F32Array, RuleCodec, known_variant
 from ds4q.artifact.types import ROCMFP6, TensorType
 
-
-def _levels(code32: int) -> F32Array:
-    return np.array([*range(32), code32, *range(-1, -32, -1)], dtype=np.float32)
-
-
-LEVELS: dict[str, F32Array] = {"zero": _levels(0), "neg32": _levels(-32)}
+RULES = {"zero": _rules.FP6_ZERO, "neg32": _rules.FP6_NEG32}
+LEVELS: dict[str, F32Array] = {variant: _rules.LEVELS[rule] for variant, rule in RULES.items()}
 
 
-class RocmFp6Codec(BlockCodec):
+class RocmFp6Codec(RuleCodec):
     """Two scale bytes."""
 
     type: ClassVar[TensorType] = ROCMFP6
     bits: ClassVar[int] = 6
 
 
-_CODECS = {variant: RocmFp6Codec(levels) for variant, levels in LEVELS.items()}
+_CODECS = {variant: RocmFp6Codec(rule) for variant, rule in RULES.items()}
 
 
 def codec(kind: TensorType, coding: Coding) -> RowCodec:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
-
-from ds4q.artifact.formats import Codec
-from ds4q.artifact.formats._blocks import BlockCodec, F32Array
+from ds4q.artifact.formats import Codec, _rules
+from ds4q.artifact.formats._blocks import BLOCK, F32Array, RuleCodec
 from ds4q.artifact.types import ROCMFP8, TensorType
 
-LEVELS: F32Array = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+LEVELS: F32Array = _rules.LEVELS[_rules.FP8]
 
 
-class RocmFp8Codec(BlockCodec):
-    """The encoder stays within 127; code 0x80 decodes to -128."""
+class RocmFp8Codec(RuleCodec):
+    """The encoder stays within 127, and code 0x80 decodes to -128.
+
+    Without importance the scale is the byte nearest to max / 127, and nothing is searched.
+    """
 
     type: ClassVar[TensorType] = ROCMFP8
     bits: ClassVar[int] = 8
+    group: ClassVar[int] = BLOCK
 
 
-CODECS: dict[int, Codec] = {ROCMFP8.id: RocmFp8Codec(LEVELS)}
+CODECS: dict[int, Codec] = {ROCMFP8.id: RocmFp8Codec(_rules.FP8)}
