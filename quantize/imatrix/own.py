@@ -216,7 +216,8 @@ class OwnFile:
     def _array(self, fd: int, layer: int, part: str) -> npt.NDArray[Any]:
         entry = self._entry(layer, part)
         raw = pread_exact(fd, entry.stop - entry.start, self._data_offset + entry.start, self._path)
-        return np.frombuffer(raw, "<i8" if part == "tokens" else "<f4").reshape(entry.shape)
+        stored = np.frombuffer(raw, "<i8" if part == "tokens" else "<f4").reshape(entry.shape)
+        return stored.copy()  # writable, so that compiled encoders see one type of array
 
     def read(self, fd: int, layer: int) -> Layer:
         """One layer, its numbers checked."""

@@ -65,7 +65,7 @@ class Imatrix:
         self.unseen = sum(self._count_unseen(layer) for layer in range(self.sizes.layers))
 
     def importance(self, layer: int, expert: int, projection: str) -> F32:
-        """Mean square of every input of ``w1``, ``w2`` or ``w3``: f32 (K,), not to be written to.
+        """Mean square of every input of ``w1``, ``w2`` or ``w3``, f32 (K,); not to be changed.
 
         Of an expert that saw no token: the mean over the experts of its layer, weighted by tokens.
         All zero where no expert of the layer saw one.
