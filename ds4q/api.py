@@ -29,6 +29,7 @@ from ds4q.quantize.choose import Wish, choose
 from ds4q.quantize.compare import Demands, SourceComparison, check_inventory
 from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
+from ds4q.quantize.imatrix import read_imatrix
 from ds4q.quantize.job import Job, OutputPlaceError, Summary
 from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_path
 from ds4q.quantize.recipe import Recipe, find_recipe
@@ -98,7 +99,7 @@ def quantize(
         weights = None
         if imatrix is not None:
             fingerprint = checkpoint.fingerprint()
-            weights = read_imatrix(imatrix, dims=audited.dims, fingerprint=fingerprint, warn=warn)
+            weights = read_imatrix(imatrix, dims=audited.dims, fingerprint=fingerprint)
         options = Options(
             find_recipe("fp4"), tuple(include), tuple(exclude), draft, allow_partial, weights
         )
@@ -117,7 +118,8 @@ def quantize(
             progress=progress,
         )
         plan = plan_for(choice.recipe)
-        for warning in (*audited.warnings, *plan.warnings, *_left_over(plan)):
+        odd = [] if weights is None else weights.warnings
+        for warning in (*audited.warnings, *odd, *plan.warnings, *_left_over(plan)):
             warn(warning)
         job = Job(checkpoint, audited, plan, choice.budget, resume=resume, force=force)
         finished = job.finished_earlier()
@@ -263,8 +265,6 @@ def _comparison(
     audited = audit(checkpoint, allow_partial=bool((own_metadata(reader) or {}).get("partial")))
     imatrix = None
     if ground.imatrix is not None:
-        from ds4q.quantize.imatrix import read_imatrix
-
         fingerprint = checkpoint.fingerprint()
         imatrix = read_imatrix(ground.imatrix, dims=audited.dims, fingerprint=fingerprint)
     demands = Demands(imatrix, ground.errors_only)

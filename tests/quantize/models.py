@@ -96,6 +96,39 @@ def mini_tensors(seed: int = 0) -> dict[str, Tensor]:
     return out
 
 
+EXPERT_CONFIG = CONFIG | {"n_routed_experts": 4}
+
+
+def expert_tensors(
+    layers: tuple[int, ...] = (0, 3),
+    experts: int = 4,
+    d: int = 256,
+    width: int = 128,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Routed experts of some layers, whole; weights as a trained model has them, no two alike."""
+    rng = np.random.default_rng(seed)
+    out: dict[str, Tensor] = {}
+    for layer in layers:
+        for expert in range(experts):
+            for w, rows, k in (("w1", width, d), ("w2", d, width), ("w3", width, d)):
+                codes, scales = gaussian_fp4(rng, rows, k)
+                out |= fp4(codes, scales, f"layers.{layer}.ffn.experts.{expert}.{w}")
+    return out
+
+
+def gaussian_fp4(rng: np.random.Generator, rows: int, k: int) -> tuple[Array, Array]:
+    """Codes ``(rows, k/2)`` and scale bytes ``(rows, k/32)`` of heavy-tailed weights."""
+    x = rng.standard_t(5, (rows, k // 32, 32)).astype(np.float32) * np.float32(0.03)
+    exponent = np.ceil(np.log2(np.abs(x).max(axis=2) / 6 + 1e-30)).astype(np.int64)
+    scaled = np.abs(x) / np.exp2(exponent[:, :, None])
+    codes = np.searchsorted([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], scaled).astype(np.uint8)
+    codes |= np.where(x < 0, 8, 0).astype(np.uint8)
+    flat = codes.reshape(rows, k)
+    packed = flat[:, 0::2] | flat[:, 1::2] << 4
+    return packed, (exponent + 127).astype(np.uint8)
+
+
 def by_kind(name: str) -> str:
     """Scales apart from weights."""
     return "scales" if name.endswith(".scale") else "weights"

@@ -18,7 +18,7 @@ from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.report import Check, Failure, Report
 from ds4q.artifact.types import BF16, F16, F32, HFP4G32
 from ds4q.quantize.compare import check_inventory, place
-from ds4q.quantize.recipe import RECIPES
+from ds4q.quantize.recipe import DENSE_RECIPES
 from tests.quantize import models
 from tests.quantize.builders import RANDOM
 from tests.quantize.damage import Payloads, flip, rebuild
@@ -53,7 +53,7 @@ def other_source(folder: Path, **changes: models.Tensor | None) -> Path:
 # ---------------------------------------------------------------- equal
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DENSE_RECIPES)
 @pytest.mark.parametrize("draft", ["split", "keep"])
 def test_each_recipe_equals_its_source(
     recipe: str, draft: str, source: Path, tmp_path: Path

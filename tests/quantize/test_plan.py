@@ -32,7 +32,7 @@ from ds4q.quantize.plan import (
     make_plan,
     sidecar_path,
 )
-from ds4q.quantize.recipe import RECIPES
+from ds4q.quantize.recipe import DENSE_RECIPES, RECIPES
 from tests.checks import check_refused
 from tests.quantize import models
 from tests.quantize.builders import FLASH, RANDOM, TINY
@@ -176,7 +176,7 @@ def table_type(name: str, recipe: str, dtype: str) -> str:
     return "F16"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DENSE_RECIPES)
 @pytest.mark.parametrize("source", [TINY, RANDOM], ids=lambda path: path.name)
 def test_each_tensor_has_the_type_of_the_table(source: Path, recipe: str) -> None:
     with Checkpoint.open(source) as checkpoint:
@@ -209,7 +209,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DENSE_RECIPES)
 @pytest.mark.parametrize("draft", ["split", "keep", "drop"])
 @pytest.mark.parametrize("filters", FILTERS, ids=json.dumps)
 def test_a_dry_run_promises_what_is_written(
@@ -236,7 +236,7 @@ def test_a_dry_run_promises_what_is_written(
     assert written == ({"x.hfq", "x-dspark.hfq"} if split else {"x.hfq"})
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DENSE_RECIPES)
 def test_a_dry_run_of_ds4_random(recipe: str, tmp_path: Path) -> None:
     """The parts of a whole model add up: what the types say is what the payload takes."""
     options: dict[str, Any] = {"recipe": recipe, "allow_partial": False}
