@@ -98,3 +98,44 @@ class GateError(RunError):
     """A gate cannot be run as asked, or what it measured proves nothing."""
 
     rule = "gate cannot be run"
+
+
+class EmptyComparisonError(GateError):
+    """There is no token to compare two models on."""
+
+    rule = "nothing to compare: the texts ask for no token"
+    cure = "give a text of at least one token"
+
+
+class IncompleteArmError(GateError):
+    """A model was not run over the whole text."""
+
+    rule = "incomplete comparison: a forced token has no record"
+    cure = "the figures would not be those of the text; this is a bug in ds4q"
+
+
+class ExtraRecordError(GateError):
+    """A model was run on more than the text."""
+
+    rule = "longer comparison: a record that no forced token asks for"
+    cure = "the figures would not be those of the text; this is a bug in ds4q"
+
+
+class ForcedTokenError(GateError):
+    """A model was fed another token than the text holds there."""
+
+    rule = "a model was fed another token than the forced one"
+    cure = "models that read different texts cannot be compared; this is a bug in ds4q"
+
+
+class FreeRunError(ForcedTokenError):
+    """A model was fed its own choice in place of the text."""
+
+    rule = "a model ran free: it was fed its own choice in place of the forced token"
+
+
+class SpoolError(RunError):
+    """Logits cannot be kept on disk for a comparison."""
+
+    rule = "cannot keep the reference's logits in a temporary file"
+    cure = "compare fewer tokens (--tokens N), or name a folder with more room in TMPDIR"

@@ -1,0 +1,109 @@
+"""Owns short questions to a model at temperature 0, here or in a fresh process. Judges no answer.
+
+Run as a module it is the fresh process: an artifact and a number of threads as arguments, questions
+as JSON on stdin, answers as JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds4q.artifact.errors import Ds4qError
+from ds4q.runtime.engine import Engine
+from ds4q.runtime.errors import GateError
+from ds4q.runtime.generate import generate, stop_ids
+from ds4q.runtime.sampling import Sampler
+from ds4q.runtime.text.chat import encode_chat
+from ds4q.runtime.text.tokenizer import Tokenizer
+
+ANSWER_TOKENS = 64
+MODULE = "ds4q.runtime.gates.asking"
+
+
+class Asker:
+    """A loaded model with its chat format; every question is a conversation of its own."""
+
+    def __init__(self, engine: Engine, *, path: object = None) -> None:
+        tokenizer = Tokenizer.from_metadata(engine.metadata, path=path)
+        if tokenizer is None:
+            raise GateError(
+                "the artifact has no tokenizer to ask questions with",
+                path=path,
+                remedy="quantize again from a folder with tokenizer.json",
+            )
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._stops = stop_ids(engine.metadata, tokenizer)
+        self._path = path
+
+    def ask(self, question: str) -> str:
+        """The most likely answer, without reasoning; one that does not end is cut, with ``...``."""
+        messages = [{"role": "user", "content": question}]
+        config = self._engine.metadata["config"]
+        generation = generate(
+            self._engine,
+            encode_chat(config, self._tokenizer, messages, path=self._path),
+            max_tokens=ANSWER_TOKENS,
+            context_tokens=self._engine.max_context,
+            sampler=Sampler(temperature=0, top_p=1, seed=0),
+            stop_ids=self._stops,
+            tokenizer=self._tokenizer,
+        )
+        for _ in generation:
+            pass
+        return generation.text if generation.finish_reason == "stop" else generation.text + "..."
+
+
+def ask_fresh_process(
+    path: str | os.PathLike[str], questions: Sequence[str], *, threads: int
+) -> list[str]:
+    """Answers of a new Python process, which loads the artifact anew and ends with the last one.
+
+    Raises
+    ------
+    GateError : the process failed; with its last words
+    """
+    # -P: the folder that the user happens to stand in is not searched for modules.
+    command = [sys.executable, "-P", "-m", MODULE, os.fspath(path), str(threads)]
+    search = os.pathsep.join(os.path.abspath(place) for place in sys.path)
+    done = subprocess.run(
+        command,
+        input=json.dumps(list(questions)),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=os.environ | {"PYTHONPATH": search},
+        check=False,
+    )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        raise GateError(
+            "the fresh process failed",
+            path=path,
+            expected="exit status 0",
+            found=f"{done.returncode}: {said[-1] if said else 'no word on stderr'}",
+            remedy="run the artifact by hand: ds4q run FILE.hfq -p TEXT --temp 0",
+        )
+    answers: list[str] = json.loads(done.stdout)
+    return answers
+
+
+def main() -> None:
+    """Answer what stdin asks."""
+    path, threads = Path(sys.argv[1]), int(sys.argv[2])
+    questions = json.load(sys.stdin)
+    try:
+        asker = Asker(Engine.load(path, threads=threads), path=path)
+        answers = [asker.ask(question) for question in questions]
+    except (Ds4qError, OSError, MemoryError) as error:
+        sys.exit(str(error))
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

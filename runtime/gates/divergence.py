@@ -1,0 +1,197 @@
+"""Owns the divergence gate: how far an artifact's predictions are from a reference's on texts.
+
+Both models read the same tokens (``forced.py``), one after the other, since two may not fit into
+memory: the reference's logits wait on disk (``spool.py``). Everything is computed in float64 from
+the float32 logits.
+
+Tokens of a window depend on each other, so standard errors count windows, not tokens: that of a
+mean m = sum(x) / sum(n) over W windows is sqrt(W / (W - 1) * sum((x_w - m * n_w)^2)) / sum(n), the
+usual one of a ratio of sums over clusters (Cochran, Sampling Techniques, 3rd ed., 6.3 and 9A.1).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.artifact.report import Check, Failure
+from ds4q.runtime.errors import GateError
+from ds4q.runtime.gates.forced import (
+    F32,
+    I64,
+    Call,
+    forced_calls,
+    forced_logits,
+    scored_tokens,
+)
+from ds4q.runtime.gates.pair import Advance, Model, Surroundings, read_pair
+from ds4q.runtime.gates.spool import Spool
+from ds4q.runtime.text.corpus import WINDOW_TOKENS, bos_id, read_windows
+
+F64 = npt.NDArray[np.float64]
+
+SUMS = ("kl", "top1", "nats", "nats_ref", "nats_diff")
+_CHUNK_LOGITS = 1 << 20  # bounds the float64 copies
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two models over the same windows.
+
+    Attributes
+    ----------
+    tokens : i64 [W] scored tokens of each window
+    sums : f64 [W, 5] sums over them, in the order of ``SUMS``: KL(reference || model) in nats,
+        1 where both think the same token most likely, -log p(next token) of the model, of the
+        reference, and the difference of the two
+    """
+
+    tokens: I64
+    sums: F64
+
+    def figures(self) -> dict[str, Any]:
+        """Means per token with their standard errors, which are None for a single window."""
+        total = int(self.tokens.sum())
+        figures: dict[str, Any] = {}
+        for name, sums in zip(SUMS, self.sums.T, strict=True):
+            mean = sums.sum() / total
+            count = len(sums)
+            spread = float(np.square(sums - mean * self.tokens).sum())
+            figures[name] = float(mean)
+            figures[f"{name}_se"] = (
+                None if count < 2 else (count / (count - 1) * spread) ** 0.5 / total
+            )
+        return figures | {"tokens": total, "windows": len(self.tokens)}
+
+
+def compare(
+    windows: Sequence[I64],
+    reference: Iterable[Call],
+    candidate: Iterable[Call],
+    advance: Advance = lambda tokens: None,
+) -> Comparison:
+    """Compare two models' recorded calls on ``windows``, window by window.
+
+    Parameters
+    ----------
+    reference, candidate : from ``forced_calls``, over the same windows
+    advance : hears of tokens compared
+
+    Raises
+    ------
+    GateError : a model was not fed exactly these windows (see ``forced_logits``)
+    """
+    rows = []
+    expected = forced_logits("reference", windows, reference)
+    found = forced_logits("model", windows, candidate)
+    # Strict: both proofs run to their ends, where records past the last window are refused.
+    for window, of_reference, of_model in zip(windows, expected, found, strict=True):
+        if of_reference.shape != of_model.shape:
+            raise GateError(
+                "the models have different vocabularies",
+                expected=of_reference.shape[1],
+                found=of_model.shape[1],
+            )
+        rows.append(_score(of_reference, of_model, window[1:]))
+        advance(len(window) - 1)
+    tokens = np.array([len(window) - 1 for window in windows], np.int64)
+    return Comparison(tokens, np.array(rows))
+
+
+def _score(reference: F32, model: F32, following: I64) -> F64:
+    """The five sums over one window; logits [T, vocab], ``following`` [T] the next tokens."""
+    sums = np.zeros(len(SUMS))
+    step = max(1, _CHUNK_LOGITS // reference.shape[1])
+    for start in range(0, len(following), step):
+        part = slice(start, start + step)
+        log_p, log_q = _log_softmax(reference[part]), _log_softmax(model[part])
+        rows = np.arange(len(log_p))
+        next_p, next_q = log_p[rows, following[part]], log_q[rows, following[part]]
+        agree = reference[part].argmax(axis=1) == model[part].argmax(axis=1)
+        sums += [
+            (np.exp(log_p) * (log_p - log_q)).sum(),
+            agree.sum(),
+            -next_q.sum(),
+            -next_p.sum(),
+            (next_p - next_q).sum(),
+        ]
+    return sums
+
+
+def _log_softmax(logits: F32) -> F64:
+    """Log-probabilities, f64, of logits [T, vocab]."""
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return shifted
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The gate ``divergence``: passes if the comparison is valid and within the limits, if any.
+
+    Attributes
+    ----------
+    against : the reference artifact, with the same tokenizer
+    texts : UTF-8 files, or ``.ids`` files of token ids
+    tokens : compare no more than so many; None takes all
+    window_tokens : see ``runtime/text/corpus.py``
+    max_kl : fail above this mean KL, in nats per token
+    min_top1 : fail below this share of equal most likely tokens
+    """
+
+    name: ClassVar[str] = "divergence"
+    against: str | os.PathLike[str]
+    texts: Sequence[str | os.PathLike[str]]
+    tokens: int | None = None
+    window_tokens: int = WINDOW_TOKENS
+    max_kl: float | None = None
+    min_top1: float | None = None
+
+    def run(self, check: Check, path: str | os.PathLike[str], where: Surroundings) -> None:
+        """Compare the artifact ``path`` with the reference; fills ``check``."""
+        model, reference = read_pair(path, self.against)
+        windows = read_windows(
+            self.texts,
+            tokenizer=reference.tokenizer,
+            bos=bos_id(reference.metadata, reference.tokenizer),
+            vocab_size=reference.config.vocab_size,
+            window_tokens=self.window_tokens,
+            limit_tokens=self.tokens,
+        )
+        count = scored_tokens(windows)
+        nbytes = count * reference.config.vocab_size * np.dtype(np.float32).itemsize
+        with Spool(nbytes) as spool:
+            where.tell(
+                f"divergence: {count:,} tokens; the reference's logits take {nbytes:,} bytes in "
+                f"{spool.folder} meanwhile"
+            )
+            _fill(spool, reference, windows, where)
+            engine = model.load(where)
+            with where.progress("divergence", count, unit="tokens") as advance:
+                calls = forced_calls(engine, windows)
+                comparison = compare(windows, spool.calls(), calls, advance)
+        check.figures |= comparison.figures()
+        self._judge(check)
+
+    def _judge(self, check: Check) -> None:
+        kl, top1 = check.figures["kl"], check.figures["top1"]
+        if self.max_kl is not None and not kl <= self.max_kl:
+            check.fail(Failure("kl is too large", expected=f"at most {self.max_kl}", found=str(kl)))
+        if self.min_top1 is not None and not top1 >= self.min_top1:
+            least = f"at least {self.min_top1}"
+            check.fail(Failure("top1 is too low", expected=least, found=str(top1)))
+
+
+def _fill(spool: Spool, reference: Model, windows: Sequence[I64], where: Surroundings) -> None:
+    """Run the reference; its weights are let go on return."""
+    engine = reference.load(where)
+    with where.progress("reference", scored_tokens(windows), unit="tokens") as advance:
+        for call in forced_calls(engine, windows):
+            spool.write(call)
+            advance(len(call.fed))

@@ -1,0 +1,130 @@
+"""Owns what gates share: an artifact, the one that it is held against, and how they are loaded."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ds4q.artifact.check import own_metadata
+from ds4q.artifact.hfq import Reader
+from ds4q.artifact.report import Check
+from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.engine import BATCH_TOKENS, Engine, checked_config
+from ds4q.runtime.errors import GateError
+from ds4q.runtime.text.tokenizer import Tokenizer
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def _silent(label: str, total: int, *, unit: str = "bytes") -> Iterator[Advance]:
+    yield lambda amount: None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a gate runs.
+
+    Attributes
+    ----------
+    threads : most threads that a model uses
+    progress : called with a label, a total and ``unit=``; yields a function that hears of progress
+    tell : called with lines for people, such as how much disk the gate is about to take
+    """
+
+    threads: int = 1
+    progress: Callable[..., AbstractContextManager[Advance]] = _silent
+    tell: Callable[[str], None] = lambda line: None
+
+
+class Gate(Protocol):
+    """A measurement that an artifact has to pass."""
+
+    @property
+    def name(self) -> str:
+        """As in ``--gate NAME`` and in the report."""
+
+    def run(self, check: Check, path: str | os.PathLike[str], where: Surroundings) -> None:
+        """Measure the artifact ``path``; figures and failures go to ``check``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the front of a complete artifact tells; nothing is loaded."""
+
+    path: Path
+    config: ModelConfig
+    metadata: Mapping[str, Any]
+    tokenizer: Tokenizer | None
+    recipe: str | None
+    source: str | None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Model:
+        """Read header and index; ``RunError`` for a partial artifact, a draft or another model."""
+        with Reader(path) as reader:
+            config = checked_config(reader)
+            ours = own_metadata(reader) or {}
+            tokenizer = Tokenizer.from_metadata(reader.metadata, path=reader.path)
+            return cls(
+                Path(path),
+                config,
+                reader.metadata,
+                tokenizer,
+                ours.get("recipe"),
+                ours.get("source_fingerprint"),
+            )
+
+    def load(
+        self, where: Surroundings, *, threads: int = 0, batch_tokens: int = BATCH_TOKENS
+    ) -> Engine:
+        """The model in memory; ``threads`` 0 takes those of ``where``.
+
+        Whatever model was loaded before is gone by then, if nothing holds it any more.
+        """
+        gc.collect()
+        with where.progress(f"loading {self.path.name}", self.path.stat().st_size) as advance:
+            known = 0
+
+            def report(done: int, total: int) -> None:
+                nonlocal known
+                advance(done - known)
+                known = done
+
+            return Engine.load(
+                self.path,
+                threads=threads or where.threads,
+                batch_tokens=batch_tokens,
+                progress=report,
+            )
+
+
+def read_pair(path: str | os.PathLike[str], against: str | os.PathLike[str]) -> tuple[Model, Model]:
+    """An artifact and its reference; ``GateError`` unless they read the same tokens."""
+    model, reference = Model.read(path), Model.read(against)
+    if model.config.vocab_size != reference.config.vocab_size:
+        raise GateError(
+            "the reference has another vocabulary",
+            path=reference.path,
+            expected=f"{model.config.vocab_size} token ids",
+            found=reference.config.vocab_size,
+            remedy="compare artifacts of one model",
+        )
+    if _tokenizer_json(model) != _tokenizer_json(reference):
+        raise GateError(
+            "the reference has another tokenizer",
+            path=reference.path,
+            remedy="compare artifacts of one model",
+        )
+    return model, reference
+
+
+def _tokenizer_json(model: Model) -> Any:
+    """What decides how text is cut; None without a tokenizer, however its absence is written."""
+    return None if model.tokenizer is None else json.loads(model.metadata["tokenizer"])
