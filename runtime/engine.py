@@ -23,7 +23,7 @@ from ds4q.runtime.experts.store import ExpertStore
 from ds4q.runtime.kv import State
 from ds4q.runtime.model.block import Block
 from ds4q.runtime.model.head import Embedding, Head
-from ds4q.runtime.model.parts import Parts, Places, Step, Trace, WeightSource
+from ds4q.runtime.model.parts import Observer, Parts, Places, Step, Trace, WeightSource
 from ds4q.runtime.model.rope import layer_frequencies
 from ds4q.runtime.source import ArtifactSource, Progress
 
@@ -137,6 +137,7 @@ class Engine:
         logits: Literal["all", "last"] = "last",
         *,
         trace: Trace | None = None,
+        observer: Observer | None = None,
     ) -> F32:
         """Append ``ids`` to the sequence and return logits.
 
@@ -149,6 +150,8 @@ class Engine:
         ids : 1-D token ids
         logits : those of every id, or of the last only
         trace : called with names and arrays of intermediate values, once per batch and name
+        observer : called with what each layer's routed experts are about to compute, once per
+            batch and layer
 
         Returns
         -------
@@ -158,7 +161,7 @@ class Engine:
         out = np.empty((len(tokens) if logits == "all" else 1, self.vocab_size), np.float32)
         for start in range(0, len(tokens), self._batch_tokens):
             batch = tokens[start : start + self._batch_tokens]
-            streams = self._advance(state, batch, trace)
+            streams = self._advance(state, batch, trace, observer)
             if logits == "all":
                 out[start : start + len(batch)] = self._head.forward(streams, trace)
             elif start + len(batch) == len(tokens):
@@ -166,13 +169,15 @@ class Engine:
             state.position += len(batch)
         return out
 
-    def _advance(self, state: State, ids: I64, trace: Trace | None) -> F32:
+    def _advance(
+        self, state: State, ids: I64, trace: Trace | None, observer: Observer | None
+    ) -> F32:
         """One batch through all layers; the caches hold it, the position does not count it yet."""
         places = {
             ratio: Places.of(frequencies, ratio, state.position, len(ids))
             for ratio, frequencies in self._frequencies.items()
         }
-        step = Step(ids, state.position, places, trace)
+        step = Step(ids, state.position, places, trace, observer)
         streams = self._embedding.forward(ids)
         for block, cache in zip(self._blocks, state.layers, strict=True):
             streams = block.forward(streams, step, cache)

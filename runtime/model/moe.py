@@ -144,6 +144,8 @@ class MoE:
             ids = route(logits, self._bias, c.num_experts_per_tok)
         weights = weigh(logits, ids, c.routed_scaling_factor)
         store = self._experts.get(self._layer, ids)
+        if step.observer is not None:
+            step.observer(self._layer, ids, weights, x, store)
         rows = backend.experts(x, ids, store, c.swiglu_limit)
         everyone = np.zeros((len(x), 1), dtype=np.int64)
         shared = backend.experts(x, everyone, self._shared, c.swiglu_limit)[:, 0]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.runtime.backend.cpu import CpuBackend
-from ds4q.runtime.backend.weights import Weight
+from ds4q.runtime.backend.weights import Expert, Weight
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.experts.store import ExpertStore
@@ -22,6 +22,9 @@ from ds4q.runtime.model import rope
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 Trace = Callable[[str, npt.NDArray[Any]], None]
+Observer = Callable[[int, I64, F32, F32, Mapping[int, Expert]], None]
+"""Called before the routed experts of a layer run: layer, expert ids [T, K], their weights [T, K],
+the input [T, d] of all of them, and the experts by id."""
 
 # Below this many multiplications a second thread costs more than it saves.
 _SHARED_WORK = 1 << 21
@@ -96,9 +99,11 @@ class Step:
     """One batch of tokens on its way through the layers.
 
     ``ids`` int64 [T] stand at positions ``first`` on; ``places`` holds one entry per ratio.
+    ``trace`` and ``observer`` look on, where somebody wants to know.
     """
 
     ids: I64
     first: int
     places: dict[int, Places]
     trace: Trace | None = None
+    observer: Observer | None = None
