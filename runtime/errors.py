@@ -139,3 +139,10 @@ class SpoolError(RunError):
 
     rule = "cannot keep the reference's logits in a temporary file"
     cure = "compare fewer tokens (--tokens N), or name a folder with more room in TMPDIR"
+
+
+class CalibrationError(RunError):
+    """What the experts saw has no finite mean square."""
+
+    rule = "activations are not finite"
+    cure = "verify the artifact (ds4q verify FILE.hfq --source CHECKPOINT)"
