@@ -90,7 +90,7 @@ def _check_codings(reader: Reader, own: bool, check: Check) -> None:
     repairs = document.get("repairs", [])
     if own and check.ok and not repairs_fit(repairs, codings.tables):
         check.fail(Failure(f"metadata {KEY}.repairs is not one count for each decode table"))
-    check.figures |= {"calibration": calibration, "decode_tables": len(codings.tables)}
+    check.figures["decode_tables"] = len(codings.tables)
     if calibration == "absmax":
         check.notes.append("encoded without an imatrix: of lower quality than with one")
     check.notes.extend(codings.uneven_pairs())

@@ -269,6 +269,8 @@ def _check_head(reader: Reader, item: dict[str, Any], head: TableHead) -> None:
     """The header names the table's own layer, and the sizes of the model and of its tensors."""
     config = reader.metadata.get("config")
     experts = config.get("n_routed_experts") if isinstance(config, dict) else None
+    if type(experts) is not int:
+        refuse_table("metadata config has no n_routed_experts to hold it to", tensor=item["table"])
     rules: list[tuple[str, object, object]] = [
         ("layer", item["layer"], head.layer),
         ("projection", item["projection"], head.projection),
