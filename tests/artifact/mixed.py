@@ -20,7 +20,7 @@ OUT, K_IN, K_MID = 4, 128, 64  # w1 and w3 are [OUT, K_IN], w2 is [OUT, K_MID]
 BLOCK_BYTES = {100: 18, 101: 17, 102: 26, 103: 33, 104: 14, 105: 14, 106: 10, 107: 10}
 
 BOOKS_8 = ((0xBF80, 0xBF20, 0xBEC0, 0xBE00, 0x3E00, 0x3EC0, 0x3F20, 0x3F80),) * 2
-BOOKS_4 = ((0xBF60, 0xBE80, 0x3E60, 0x3F60), (0xBF80, 0xBEC0, 0x3EC0, 0x3F80))
+BOOKS_4 = ((0xBF60, 0xBE80, 0x3E80, 0x3F60), (0xBF80, 0xBEC0, 0x3EC0, 0x3F80))
 Books = Sequence[Sequence[int]]
 Row = tuple[int, Books | None]  # mode and books; no books: all bits zero
 
