@@ -33,7 +33,7 @@ DMIX_MAGIC = b"DMIXs1\0\0"
 DMIX_ENTRY = struct.Struct("<6IB3s")  # layer, class, qtype, slices, books, levels, mode, padding
 DMIX_CLASSES = ("q_a", "q_b", "kv", "output_a", "output_b")
 MAX_SLICES = 4096
-_UNSUPPORTED = {
+UNSUPPORTED = {
     b"GUMIXv1\0": "GUMIXv1 (gate and up fused in one table)",
     b"DMX2s1\0\0": "DMX2 (tables by tensor name)",
 }
@@ -101,8 +101,8 @@ def _open(view: memoryview, magic: bytes, limit: int, *, path: object) -> tuple[
         expected = f"{FILE_HEADER.size + 1} to {MAX_FILE_BYTES} bytes"
         refuse_table("wrong length of a table file", path=path, expected=expected, found=len(view))
     found, count, reserved = FILE_HEADER.unpack_from(view)
-    if found in _UNSUPPORTED:
-        refuse_table(f"{_UNSUPPORTED[found]} is not supported", path=path)
+    if found in UNSUPPORTED:
+        refuse_table(f"{UNSUPPORTED[found]} is not supported", path=path)
     if found != magic:
         refuse_table("wrong magic of a table file", path=path, expected=magic, found=found)
     if not 1 <= count <= limit:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
+import math
 import re
 import struct
 from pathlib import Path
@@ -11,17 +13,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds4q.artifact import errors, hfq, hfq2, metadata, receipt, types
+from ds4q.artifact import (
+    codings,
+    errors,
+    hfq,
+    hfq2,
+    metadata,
+    mixfiles,
+    receipt,
+    tables,
+    types,
+)
 from ds4q.artifact.formats import codec_for, hfp4g32
 from ds4q.artifact.numeric import E2M1, E8M0
-from tests.artifact import rulings, test_hfq, test_hfq_rulings
+from ds4q.artifact.tables import expert_name
+from tests.artifact import refusals, rulings, test_hfq, test_hfq_rulings
 from tests.artifact.build import File
 
-TEXT = (Path(__file__).parents[2] / "artifact" / "FORMAT.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "artifact" / "FORMAT.md").read_text(encoding="utf-8")
 Row = dict[str, str]
 
 
-def tables(text: str) -> dict[str, list[list[Row]]]:
+def tables_of(text: str) -> dict[str, list[list[Row]]]:
     """Heading -> its tables; a table is a list of {column: cell}."""
     out: dict[str, list[list[Row]]] = {}
     heading, header = "", None
@@ -42,7 +56,7 @@ def tables(text: str) -> dict[str, list[list[Row]]]:
     return out
 
 
-TABLES = tables(TEXT)
+TABLES = tables_of(TEXT)
 
 
 def table(heading: str, number: int = 0) -> list[Row]:
@@ -263,6 +277,144 @@ def test_receipt_fields(number: int, kind: type, extra: list[str]) -> None:
 def test_receipt_source_fields() -> None:
     names = [f.name for f in dataclasses.fields(receipt.SourceRecord)]
     assert f"records of {', '.join(names)} (32 hex)" in TEXT
+
+
+# ------------------------------------------------------------------ decode tables
+
+
+def sum_of(cell: str, experts: int) -> int:
+    """The value of a cell such as ``24 + 2·E``."""
+    terms = [term.replace("E", str(experts)).split("·") for term in cell.split(" + ")]
+    return sum(math.prod(map(int, factors)) for factors in terms)
+
+
+def words_of(cell: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"`([^`]+)`", cell))
+
+
+def test_rocmfpx_object() -> None:
+    rows = {row["key"]: row for row in table("3.3 The `rocmfpx` object")}
+    assert list(rows) == sorted(rows)
+    written = codings.rocmfpx_metadata(
+        {expert_name(0, 0, "w2"): 105, expert_name(0, 1, "w2"): 102, "a": 107},
+        calibration="imatrix",
+        variant_107="dual",
+        fp6_code32="zero",
+    )
+    assert rows.keys() == written.keys()
+    assert rows["spec"]["content"] == str(codings.SPEC)
+    assert words_of(rows["calibration"]["content"]) == codings.CALIBRATIONS
+    for type_id, (key, words) in codings.VARIANTS.items():
+        assert words_of(rows[key]["content"]) == words
+        assert rows[key]["needed"] == f"with type {type_id}"
+    (repair,) = written["repairs"]
+    assert words_of(rows["repairs"]["content"]) == (
+        "mix_tables",
+        "count",
+        "kind",
+        codings.REPAIR,
+        "table",
+    )
+    assert repair.keys() == {"count", "kind", "table"}
+    assert f"{len(written['mix_index_sha256'])} hex" == rows["mix_index_sha256"]["kind"]
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [("11.1 P4MIX entry (type 105)", tables.P4MIX), ("11.2 GUMIX entry (type 106)", tables.GUMIX)],
+)
+def test_entry_fields(heading: str, kind: tables.TableKind) -> None:
+    rows = table(heading)
+    fixed = [row for row in rows if row["bytes"].isdigit()]
+    surface = ["surface"] if kind.surface else []
+    assert [row["field"] for row in fixed] == [
+        "layer",
+        *surface,
+        "experts",
+        "out",
+        "in",
+        "books",
+        "levels",
+    ]
+    rotation = ["rotation[E]"] if kind.rotation else []
+    books = f"books[E][{tables.BOOKS}][{kind.levels}]"
+    assert [row["field"] for row in rows[len(fixed) :]] == ["mode[E]", *rotation, books]
+    for experts in (1, 2, 256):
+        at = 0
+        for row in rows:
+            assert sum_of(row["offset"], experts) == at
+            at += sum_of(row["bytes"], experts)
+        assert at == kind.entry_bytes(experts)
+    rules = {row["field"]: row["rule"] for row in rows}
+    assert f"multiple of {kind.type.row_multiple}, at most {tables.MAX_DIM}" in rules["in"]
+    assert rules["out"].endswith(f"1 to {tables.MAX_DIM}")
+    assert rules["experts"] == f"E, 1 to {tables.MAX_EXPERTS}"
+    assert (rules["books"], rules["levels"]) == (str(tables.BOOKS), f"K = {kind.levels}")
+    assert rules["mode[E]"] == f"0 or {tables.MAX_MODE}"
+    if kind.surface:
+        listed = ", ".join(f"{n} for {word}" for n, word in enumerate(tables.SURFACES))
+        assert rules["surface"] == listed
+
+
+def test_lengths_of_tables() -> None:
+    for row in table("11.2 GUMIX entry (type 106)", 1):
+        found = [tables.table_bytes(type_id, int(row["experts"])) for type_id in (105, 106)]
+        assert [row["P4MIX bytes"], row["GUMIX bytes"]] == [str(n) for n in found]
+
+
+def test_worked_table_and_its_index() -> None:
+    section = TEXT.partition("### 11.2")[2].partition("### 11.4")[0]
+    blocks = section.split("```")[1::2]
+    raw = bytes.fromhex(blocks[0])
+    digests = re.findall(r"`([0-9a-f]{64})`", section)
+    assert hashlib.sha256(raw).hexdigest() == digests[0]
+    found = tables.Table.decode(raw, 105, mixed={0})
+    assert (found.layer, found.out, found.in_) == (3, 64, 128)
+    index = tables.mix_index({expert_name(3, 0, "w2"): 105}, {found.name: digests[0]})
+    assert metadata.canonical(index).decode() == "".join(blocks[1].split())
+    assert tables.mix_index_sha256(index) == digests[1]
+    assert list(index[0]) == [row["key"] for row in table("11.3 The index")]
+
+
+def test_table_files_of_other_tools() -> None:
+    rows = {row["file"]: row for row in table("11.5 Table files of other tools")}
+    magics = {
+        "P4MIX": tables.P4MIX.magic,
+        "GUMIX": tables.GUMIX.magic,
+        "DMIX": mixfiles.DMIX_MAGIC,
+    }
+    assert {
+        name: plain(row["magic"]).encode().ljust(8, b"\0") for name, row in rows.items()
+    } == magics
+    places = [tables.P4MIX.projections, tables.GUMIX.projections, mixfiles.DMIX_CLASSES]
+    limits = ["the number of layers", "3 for each layer", "5 for each layer"]
+    assert [row["entries"] for row in rows.values()] == [f"at most {words}" for words in limits]
+    assert [len(words) for words in places] == [1, 3, 5]
+    fields = table("11.5 Table files of other tools", 1)
+    at = 0
+    for row in fields:
+        assert int(row["offset"]) == at
+        at += int(row["bytes"]) if row["bytes"].isdigit() else 0
+    assert at == mixfiles.DMIX_ENTRY.size
+    rules = {row["field"]: row["rule"] for row in fields}
+    assert rules["class"] == ", ".join(f"{n} {w}" for n, w in enumerate(mixfiles.DMIX_CLASSES))
+    assert rules["slices"] == f"1 to {mixfiles.MAX_SLICES}"
+    for magic in mixfiles.UNSUPPORTED:
+        assert f"`{magic.rstrip(bytes(1)).decode()}`" in TEXT
+
+
+def test_every_refusal_is_raised_somewhere_under_its_name() -> None:
+    rows = {plain(row["refusal"]): row for row in table("12. Refusals of ROCmFPX tensors")}
+    for row in rows.values():
+        assert issubclass(getattr(errors, row["error"]), errors.ArtifactError)
+        assert row["reason"]
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "artifact").rglob("*.py"))
+    for name in rows:
+        assert re.search(rf'[" ]{name}[":]', source), name
+    crafted = {rule_id for rule_id, *_ in refusals.REFUSED.values()} - {"metadata"}
+    elsewhere = {"qtype-unknown", "scale-byte", "mix-unregistered", "mix-binding"}
+    assert crafted | elsewhere == rows.keys()
+    assert not crafted & elsewhere
 
 
 # ------------------------------------------------------------------ rulings and limits
