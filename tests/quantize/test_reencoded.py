@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,13 @@ from ds4q.artifact.metadata import seal
 from ds4q.artifact.receipt import read_receipt, receipt_path
 from ds4q.artifact.report import Check, Report
 from ds4q.artifact.tables import mix_index_sha256
-from ds4q.artifact.types import MIXED, RAW, ROCMFPX, TYPES
+from ds4q.artifact.types import MIXED, RAW, ROCMFPX, TYPES, TensorType
+from ds4q.quantize.audit import Unit
+from ds4q.quantize.books import FittedBooks
 from ds4q.quantize.checkpoint import Checkpoint
+from ds4q.quantize.fitting import Fitting
 from ds4q.quantize.imatrix import LayerStatistics, read_imatrix, write_imatrix
+from ds4q.quantize.journal import ResumeError
 from ds4q.quantize.recipe import DENSE_RECIPES, RECIPES
 from tests.checks import same_bits
 from tests.quantize import models
@@ -302,3 +308,57 @@ def test_values_survive_where_the_type_is_wide_enough(source: Path, tmp_path: Pa
             found = codings.codec(entry).decode(reader.read(name), entry.shape)
             exact = (scales >= 118).repeat(32, axis=1)
             same_bits(np.where(exact, found, 0) + 0, np.where(exact, wanted, 0) + 0)
+
+
+# ---------------------------------------------------------------- stops
+
+
+def stop_after(nbytes: int) -> Any:
+    """A progress whose job is stopped (Ctrl-C) once so many packed bytes are done."""
+
+    @contextmanager
+    def progress(label: str, total: int) -> Iterator[Any]:
+        done = 0
+
+        def advance(amount: int) -> None:
+            nonlocal done
+            done += amount
+            if done > nbytes:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    return progress
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.97])
+def test_a_stopped_job_goes_on_without_fitting_its_books_again(
+    share: float, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize(source, tmp_path / "whole.hfq", "mix")
+    with Reader(tmp_path / "whole.hfq") as reader:
+        entries = list(reader.tensors.values())
+    total = sum(e.nbytes for e in entries if TYPES[e.type_id] in MIXED)
+    out = tmp_path / "x.hfq"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, out, "mix", progress=stop_after(int(share * total)))
+    fitted: list[str] = []
+    real = Fitting.books
+
+    def books(self: Fitting, unit: Unit, kind: TensorType) -> FittedBooks:
+        fitted.append(unit.name)
+        return real(self, unit, kind)
+
+    monkeypatch.setattr(Fitting, "books", books)
+    resumed = quantize(source, out, "mix", resume=True)
+    assert out.read_bytes() == (tmp_path / "whole.hfq").read_bytes()
+    assert resumed["resumed_bytes"] > 0
+    assert len(fitted) < 2 * EXPERTS * 3
+
+
+def test_another_imatrix_does_not_go_on(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.hfq"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, out, "mix", progress=stop_after(5000))
+    with pytest.raises(ResumeError, match="imatrix"):
+        quantize(source, out, "mix", imatrix=imatrix, resume=True)
