@@ -28,7 +28,8 @@ SMALLEST = np.float32(2.0**-10)  # of the scale looked at first
 
 def _codes_reference(x: F32Array, scale: F32Array, offset: F32Array) -> F32Array:
     """Codes 0..3 as floats, each step rounded to float32."""
-    shifted: F32Array = (x + offset) / scale + np.float32(0.5)
+    with np.errstate(over="ignore"):
+        shifted: F32Array = (x + offset) / scale + np.float32(0.5)
     codes: F32Array = np.clip(np.floor(shifted), np.float32(0), np.float32(3))
     return codes
 

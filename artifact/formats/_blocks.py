@@ -205,9 +205,9 @@ class BlockCodec(RowCodec):
         if failed >= 0:
             row, first = divmod(failed * self.group, k)
             raise PayloadValueError(
-                f"{self.type.name} cannot hold weights this large: their error overflows float32 "
-                f"at every scale, in row {row} from weight {first} on",
-                found=f"{x[row, first : first + self.group].max():g}",
+                f"{self.type.name} cannot hold weights this large: the error of row {row} from "
+                f"weight {first} on overflows float32 at every scale",
+                found=f"{np.abs(x[row]).max():g} in that row",
             )
         units = np.empty((rows * (k // BLOCK), self.type.block_bytes), dtype=np.uint8)
         pack(codes.reshape(-1, BLOCK), scales.reshape(-1, per_block), self.bits, units)

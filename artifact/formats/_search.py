@@ -62,7 +62,7 @@ OFFSETS = _padded(UE4M3[: LAST + 1])  # as SCALES, with byte 0
 
 def weights_reference(values: F32Array, importance: F32Array) -> F32Array:
     """Weight of each error: importance times sqrt(mean square of the row + x^2)."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # 0 times an infinite root is not used
         squares = values * values
         total = np.add.accumulate(squares, axis=1, dtype=np.float32)[:, -1:]
         spread = np.sqrt(total / np.float32(values.shape[1]) + squares)
