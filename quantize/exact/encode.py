@@ -1,7 +1,7 @@
 """Owns ``encode_fp4``: which encoder serves a call, and what the compiled one is given.
 
 Bytes are those of the codec's own encoder, always. Tables serve all that is met in practice; what
-they cannot say, the codec does: a variant with two numbers to search for, errors beyond float32.
+they cannot say, the codec does: errors beyond float32, ``affine`` with scales far from a model's.
 """
 
 from __future__ import annotations
@@ -14,32 +14,40 @@ import numpy.typing as npt
 from ds4q.artifact.errors import PayloadSizeError, TensorTypeError
 from ds4q.artifact.fastpath import reference_wanted
 from ds4q.artifact.formats import Coding, RowCodec, codec_for, hfp4g32
-from ds4q.artifact.types import TensorType
-from ds4q.quantize.exact import kernel
+from ds4q.artifact.types import ROCMFP2, TensorType
+from ds4q.quantize.exact import affine, kernel
 from ds4q.quantize.exact.rules import F32Array, Scheme, scheme_of
-from ds4q.quantize.exact.tables import Pages
+from ds4q.quantize.exact.tables import affine_pages, scheme_pages
 
 U8 = npt.NDArray[np.uint8]
+AFFINE_E, AFFINE_E_END = 104, 136  # its pages are megabytes for each e
 CODINGS_KEPT = 64  # pages of this many codings: experts under work bring their own books
 
 
 class _Tables:
-    """A scheme with its pages."""
+    """A scheme, or None for ``affine``, with its pages."""
 
-    def __init__(self, scheme: Scheme) -> None:
+    def __init__(self, scheme: Scheme | None) -> None:
         self._scheme = scheme
-        self._pages = Pages(scheme, weighted=False), Pages(scheme, weighted=True)
+        self._plain, self._weighted = (
+            affine_pages(weighted) if scheme is None else scheme_pages(scheme, weighted)
+            for weighted in (False, True)
+        )
 
     def encode(self, codes: U8, scales: U8, importance: F32Array | None, out: U8) -> int:
         present = np.bincount(scales.reshape(-1), minlength=256) > 0
-        plain, weighted = self._pages
-        directory = plain.directory(present)
+        if self._scheme is None and (present[:AFFINE_E].any() or present[AFFINE_E_END:].any()):
+            return kernel.NOT_SERVED
+        plain = self._plain.directory(present)
+        weighted = plain if importance is None else self._weighted.directory(present)
         weights = np.empty(0, dtype=np.float32) if importance is None else importance
+        if self._scheme is None:
+            return affine.encode(codes, scales, plain, weighted, weights, out)
         return kernel.encode(
             codes,
             scales,
-            directory,
-            directory if importance is None else weighted.directory(present),
+            plain,
+            weighted,
             weights,
             self._scheme.row_weights,
             np.int64(self._scheme.bits),
@@ -50,6 +58,8 @@ class _Tables:
 
 @functools.lru_cache(maxsize=CODINGS_KEPT)
 def _tables(kind: TensorType, coding: Coding | None) -> _Tables | None:
+    if kind is ROCMFP2 and coding == "affine":
+        return _Tables(None)
     scheme = scheme_of(kind, coding)
     return None if scheme is None else _Tables(scheme)
 
@@ -101,7 +111,9 @@ def _usable(importance: F32Array | None, k: int) -> bool:
     if importance is None:
         return True
     good = importance.shape == (k,) and importance.dtype == np.float32
-    return good and importance.flags.c_contiguous and bool((importance >= 0).all())
+    if not (good and importance.flags.c_contiguous):
+        return False
+    return not np.signbit(importance).any() and bool(np.isfinite(importance).all())
 
 
 def _check_arrays(codes: U8, scales: U8, target: TensorType, out: U8) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ds4q.artifact.fastpath import jit
 from ds4q.artifact.numeric import E2M1, E8M0
-from ds4q.quantize.exact.tables import DIRECTORY_BYTES, MAP_BYTES, PLACE_BYTES
+from ds4q.quantize.exact.tables import MAGNITUDES, MAP_BYTES, PLACE_BYTES
 from ds4q.quantize.exact.vectors import (
     CHUNK_BYTES,
     HALF,
@@ -43,6 +43,7 @@ TILE = 8  # rows whose squares are added side by side: each sum waits for its la
 INFINITE_BITS = 0x7F800000
 INFINITE: Word = np.uint64(INFINITE_BITS << 32)  # as a key: no finite sum is as large
 NOT_SERVED = -1
+DIRECTORY_BYTES = MAGNITUDES * PLACE_BYTES  # of one e
 
 with np.errstate(over="ignore", invalid="ignore"):
     _VALUES = E2M1 * E8M0[:, None]
@@ -50,7 +51,7 @@ with np.errstate(over="ignore", invalid="ignore"):
 
 
 @jit
-def _weigh(
+def weigh(
     codes: Array, scales: Array, first: int, count: int, importance: Array, weights: Array
 ) -> bool:
     """Weights of rows ``first`` .. ``first + count``; False where one is not finite.
@@ -90,25 +91,15 @@ def _weigh(
 
 
 @jit
-def _best(
-    plain: Address, weighted: Address, word0: Word, word1: Word, wide: bool, weights: Address
-) -> tuple[Word, Address, Word, int]:
-    """Key of the best candidate, address of its code map, its scale byte, and 1 without weights.
+def search(
+    place: Address, word0: Word, word1: Word, wide: bool, weights: Address
+) -> tuple[Word, Address, Word]:
+    """Key of the best candidate of a page, address of its code map, its scale byte.
 
-    ``plain`` and ``weighted`` are the addresses of one scale byte's directories, ``weights`` that
-    of the group's weights, or 0.
+    ``place`` is the address of the page's place in a directory, ``weights`` that of the group's
+    weights, or 0.
     """
-    m = max(largest(word0), largest(word1)) if wide else largest(word0)
-    lost = 0
-    entry = plain
-    if weights != 0:
-        if weightless(weights) and (not wide or weightless(weights + 4 * HALF)):
-            lost = 1 if m > 0 else 0
-            weights = 0
-        else:
-            entry = weighted
-    page = np.int64(load64(entry + PLACE_BYTES * m))
-    chunks = np.int64(load64(entry + PLACE_BYTES * m + 8))
+    page, chunks = np.int64(load64(place)), np.int64(load64(place + 8))
     maps = page + CHUNK_BYTES * chunks
     best: Word = np.uint64(0xFFFFFFFFFFFFFFFF)
     for c in range(chunks):
@@ -121,7 +112,26 @@ def _best(
         best = min(best, key + np.uint64(LANES * c))
         page += CHUNK_BYTES
     lane = np.int64(best & np.uint64(0xFFFFFFFF))
-    return best, maps + MAP_BYTES * lane, load8(maps + MAP_BYTES * LANES * chunks + lane), lost
+    return best, maps + MAP_BYTES * lane, load8(maps + MAP_BYTES * LANES * chunks + lane)
+
+
+@jit
+def _best(
+    plain: Address, weighted: Address, word0: Word, word1: Word, wide: bool, weights: Address
+) -> tuple[Word, Address, Word, int]:
+    """As ``search``, and 1 for a group without weights.
+
+    ``plain`` and ``weighted`` are the addresses of one scale byte's places.
+    """
+    m = max(largest(word0), largest(word1)) if wide else largest(word0)
+    lost, places = 0, plain
+    if weights != 0:
+        if weightless(weights) and (not wide or weightless(weights + 4 * HALF)):
+            lost, weights = (1 if m > 0 else 0), 0
+        else:
+            places = weighted
+    key, codes, byte = search(places + PLACE_BYTES * m, word0, word1, wide, weights)
+    return key, codes, byte, lost
 
 
 @jit
@@ -209,7 +219,7 @@ def encode(
     lost = 0
     for first in range(0, rows, TILE):
         count = min(TILE, rows - first)
-        if some and row_weights and not _weigh(codes, scales, first, count, importance, tile):
+        if some and row_weights and not weigh(codes, scales, first, count, importance, tile):
             return NOT_SERVED
         for r in range(first, first + count):
             weights: Address = np.int64(0)

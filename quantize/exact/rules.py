@@ -37,6 +37,7 @@ Indices = npt.NDArray[np.intp]
 Rule = Callable[[F32Array, F32Array], npt.NDArray[np.intp]]
 
 SCALE_BYTES: U8 = np.arange(1, LAST + 1, dtype=np.uint8)
+OFFSET_BYTES: U8 = np.arange(LAST + 1, dtype=np.uint8)
 UPPER = 0x80  # of a scale byte: the second book, or the mirrored levels
 NEIGHBOURS = 2  # scale bytes tried on each side of a mixed type's centre
 
@@ -137,7 +138,7 @@ class Levels(Scheme):
     def fixed(self, magnitudes: F32Array, weighted: bool) -> list[Indices] | None:
         if weighted or not self.top:
             return None
-        return [np.array([_nearest(m) - 1]) for m in magnitudes / np.float32(self.top)]
+        return [np.array([nearest(m) - 1]) for m in magnitudes / np.float32(self.top)]
 
 
 class Books(Scheme):
@@ -149,7 +150,8 @@ class Books(Scheme):
     def __init__(self, bits: int, books: F32Array) -> None:
         self.bits = bits
         self.books = books
-        self.midpoints = np.float32(0.5) * (books[:, :-1] + books[:, 1:])
+        with np.errstate(over="ignore"):  # levels are any finite numbers
+            self.midpoints = np.float32(0.5) * (books[:, :-1] + books[:, 1:])
         self.zero = int(np.count_nonzero(self.midpoints[0] < 0))
 
     def candidates(self, x: F32Array) -> tuple[U8, F32Array]:
@@ -163,12 +165,23 @@ class Books(Scheme):
         return [np.concatenate([self._tried(m, book) for book in range(2)]) for m in magnitudes]
 
     def _tried(self, largest: np.float32, book: int) -> Indices:
-        centre = _nearest(largest / np.abs(self.books[book]).max())
+        centre = nearest(largest / np.abs(self.books[book]).max())
         low, high = max(centre - NEIGHBOURS, 1), min(centre + NEIGHBOURS, LAST)
         return np.arange(low, high + 1) - 1 + book * len(SCALE_BYTES)
 
 
-def _nearest(target: np.float32) -> int:
+def affine_candidates(x: F32Array, scales: U8, offsets: U8) -> tuple[U8, F32Array]:
+    """As ``Scheme.candidates`` for ``affine`` of type 107: value = code * scale - offset.
+
+    One of both is an array of bytes, the other is one byte, ``(1,)``.
+    """
+    scale, offset = UE4M3[scales], UE4M3[offsets]
+    whole = np.floor((x[:, None] + offset) / scale + np.float32(0.5))
+    codes = np.clip(whole, np.float32(0), np.float32(3))
+    return codes.astype(np.uint8), x[:, None] - (codes * scale - offset)
+
+
+def nearest(target: np.float32) -> int:
     """The scale byte nearest to a target; 0 where it is not above 0 or not finite."""
     if not (target > 0 and np.isfinite(target)):
         return 0
@@ -193,7 +206,8 @@ _SCHEMES: dict[tuple[TensorType, str], Scheme] = {
 def scheme_of(kind: TensorType, coding: Coding | None) -> Scheme | None:
     """The scheme of a type, or None where it has no candidates that a table could hold.
 
-    ``affine`` of type 107 has two numbers to search for; a mixed type in mode 0 is never written.
+    ``affine`` of type 107 has two numbers to search for (``affine_candidates``); a mixed type in
+    mode 0 is never written.
     """
     if kind in MIXED and isinstance(coding, MixRow):
         bits = {ROCMFP3_MIX: 3, ROCMFP2_MIX: 2}[kind]

@@ -63,8 +63,8 @@ def _beats(
         most = max(most, excess)
         if needed[code]:
             most_needed = max(most_needed, excess)
-    if never_above:
-        return True
-    if weighted or size * largest >= SAFE_SUM:  # an infinite term is none of a safe sum either
-        return False
-    return most_needed + (size - 1) * most < 0
+        # More codes only make it larger.
+        if not never_above and (weighted or most_needed + (size - 1) * most >= 0):
+            return False
+    # A sum is safe only if all its terms are finite.
+    return never_above or bool(size * largest < SAFE_SUM)

@@ -30,6 +30,7 @@ _BYTES = ir.VectorType(_I8, HALF)
 _EIGHT = ir.VectorType(_I8, 8)
 _WORDS = ir.VectorType(_I32, LANES)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_FLAGS = ir.VectorType(_I1, HALF)
 _PAIR = ir.VectorType(_I64, 2)
 
 
@@ -100,15 +101,46 @@ def store8(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.uint64), generate
 
 
+def _largest(builder: Any, codes: Any, chosen: Any) -> Any:
+    magnitudes = builder.and_(codes, _all(_BYTES, 7))
+    magnitudes = builder.select(chosen, magnitudes, _all(_BYTES, 0))
+    return builder.zext(_call(builder, "llvm.vector.reduce.umax.v16i8", _I8, magnitudes), _I64)
+
+
 @_intrinsic
 def largest(typingctx: Any, word: Any) -> Any:
     """The largest magnitude code, 0..7, of 16 source codes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        codes = builder.and_(_nibbles(builder, args[0]), _all(_BYTES, 7))
-        return builder.zext(_call(builder, "llvm.vector.reduce.umax.v16i8", _I8, codes), _I64)
+        return _largest(builder, _nibbles(builder, args[0]), _all(_FLAGS, 1))
 
     return types.int64(types.uint64), generate
+
+
+@_intrinsic
+def lowest(typingctx: Any, word: Any) -> Any:
+    """The largest magnitude code of the negative ones among 16 source codes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        codes = _nibbles(builder, args[0])
+        negative = builder.icmp_unsigned(">=", codes, _all(_BYTES, 8))
+        return _largest(builder, codes, negative)
+
+    return types.int64(types.uint64), generate
+
+
+@_intrinsic
+def lowest_weighted(typingctx: Any, word: Any, weights: Any) -> Any:
+    """As ``lowest`` of the codes that have a weight at address ``weights``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        codes = _nibbles(builder, args[0])
+        negative = builder.icmp_unsigned(">=", codes, _all(_BYTES, 8))
+        weights = _load(builder, args[1], _VECTOR, 4)
+        some = builder.fcmp_ordered("!=", weights, ir.Constant(_VECTOR, [0.0] * LANES))
+        return _largest(builder, codes, builder.and_(negative, some))
+
+    return types.int64(types.uint64, types.int64), generate
 
 
 def _terms(builder: Any, table: Any, word: Any, i: int) -> Any:
