@@ -181,12 +181,19 @@ class Report:
         table = Table("check", "result", "seconds", "figures", box=None, pad_edge=False)
         for check in self.checks:
             figures = ", ".join(
-                f"{key} {value:,}" if type(value) is int else f"{key} {value}"
+                f"{key} {_short(value)}"
                 for key, value in check.figures.items()
-                if not isinstance(value, (dict, list))
+                if value is not None and not isinstance(value, (dict, list))
             )
             result = "[green]ok[/]" if check.ok else f"[red]FAILED ({check.count:,})[/]"
             table.add_row(
                 escape(check.name), result, f"{check.seconds:.2f}", escape(one_line(figures))
             )
         return table
+
+
+def _short(figure: Any) -> str:
+    """A figure as people read it; the JSON has all its digits."""
+    if type(figure) is int:
+        return f"{figure:,}"
+    return f"{figure:.6g}" if isinstance(figure, float) else str(figure)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds4q import __version__
 from ds4q.artifact.check import check_structure, own_metadata
@@ -21,7 +22,7 @@ from ds4q.artifact.hfq import Reader
 from ds4q.artifact.hfq2 import check_quantization_hash, declares_hash
 from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, find_receipt
-from ds4q.artifact.report import Check, Report
+from ds4q.artifact.report import Check, Failure, Report
 from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
 from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint
@@ -34,17 +35,21 @@ from ds4q.quantize.job import Job, OutputPlaceError, Summary
 from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_path
 from ds4q.quantize.recipe import Recipe, find_recipe
 
+if TYPE_CHECKING:
+    from ds4q.runtime.gates import Gate
+
 Advance = Callable[[int], None]
-Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Called with a label and a total in bytes; yields a function that hears of bytes done."""
+Progress = Callable[..., AbstractContextManager[Advance]]
+"""Called with a label, a total and ``unit="tokens"`` or the like where that is not bytes; yields a
+function that hears of so many more done."""
 
 NO_RECEIPT = "no receipt: digests not checked"
 
 
 @contextmanager
-def silent(label: str, total: int) -> Iterator[Advance]:
+def silent(label: str, total: int, *, unit: str = "bytes") -> Iterator[Advance]:
     """The progress of a program that shows none."""
-    yield lambda nbytes: None
+    yield lambda amount: None
 
 
 def quantize(
@@ -151,10 +156,12 @@ def verify(
     receipt: str | os.PathLike[str] | None = None,
     imatrix: str | os.PathLike[str] | None = None,
     errors_only: bool = False,
+    gates: Sequence[Gate] = (),
     threads: int = 1,
     progress: Progress = silent,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Check an artifact: structure, inventory, legal bytes, receipt, and equality with its source.
+    """Check an artifact: structure, inventory, legal bytes, receipt, source, and what gates ask.
 
     Parameters
     ----------
@@ -162,6 +169,9 @@ def verify(
     receipt : receipt file; else the one that belongs to the artifact by name or by content
     imatrix : the importance matrix that the artifact was made with
     errors_only : of lossy types measure the errors alone: no second encoding, no fit of books
+    gates : ``Divergence(...)``, ``Fidelity(...)`` of ``ds4q.runtime.gates``; they run the model,
+        and only where the structure is sound
+    tell : called with lines for people, such as how much disk a gate is about to take
 
     A check whose ground is missing (no receipt, no source) is not in the report. What is wrong
     with the artifact, the receipt or the source is a failure of a check, not an exception; an
@@ -188,7 +198,31 @@ def verify(
             if declares_hash(reader):
                 with report.check("quantization-hash") as check:
                     check_quantization_hash(reader, check)
+    if structure.ok and gates:
+        _run_gates(report, path, gates, threads, progress, tell)
     return report
+
+
+def _run_gates(
+    report: Report,
+    path: str | os.PathLike[str],
+    gates: Sequence[Gate],
+    threads: int,
+    progress: Progress,
+    tell: Callable[[str], None],
+) -> None:
+    """The checks that run the model; a file that they lack is a failure like any other."""
+    from ds4q.runtime.gates import Surroundings  # the model and its kernels, for this alone
+
+    where = Surroundings(threads, progress, tell)
+    for gate in gates:
+        with report.check(gate.name) as check:
+            try:
+                gate.run(check, path, where)
+            except OSError as error:
+                if error.filename is None:
+                    raise
+                check.fail(Failure(f"{error.filename}: {error.strerror}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ import click
 
 from ds4q.artifact.errors import one_line
 from ds4q.cli import common
+from ds4q.cli.gates import gate_options
 
 if TYPE_CHECKING:
     from ds4q.artifact.report import Report
+    from ds4q.runtime.gates import Gate
 
 
 @click.command("verify")
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="With --source: measure what re-encoded experts lost, without encoding them again.",
 )
+@gate_options
 @click.option(
     "--junit",
     type=click.Path(path_type=Path),
@@ -55,6 +58,7 @@ def command(
     receipt: Path | None,
     imatrix: Path | None,
     errors_only: bool,
+    gates: list[Gate],
     junit: Path | None,
     threads: int,
     as_json: bool,
@@ -64,6 +68,9 @@ def command(
     """Prove that an artifact is sound, unchanged since it was made, and equal to its source.
 
     Example: ds4q verify flash.hfq --source DeepSeek-V4-Flash
+
+    With --gate the model is run, too, and held against another artifact:
+    ds4q verify mix.hfq --gate divergence --against flash.hfq --text book.txt
 
     Exit status 0: every check passed; 1: at least one failed.
     """
@@ -79,8 +86,10 @@ def command(
         receipt=receipt,
         imatrix=imatrix,
         errors_only=errors_only,
+        gates=gates,
         threads=threads,
         progress=partial(common.progress, quiet=quiet),
+        tell=(lambda line: None) if quiet else common.say,
     )
     if as_json:
         common.emit_json(report.document())

@@ -140,7 +140,7 @@ class Divergence:
     against : the reference artifact, with the same tokenizer
     texts : UTF-8 files, or ``.ids`` files of token ids
     tokens : compare no more than so many; None takes all
-    window_tokens : see ``runtime/text/corpus.py``
+    window : tokens of a window, BOS included; None takes 512, or as many as both have positions for
     max_kl : fail above this mean KL, in nats per token
     min_top1 : fail below this share of equal most likely tokens
     """
@@ -149,19 +149,20 @@ class Divergence:
     against: str | os.PathLike[str]
     texts: Sequence[str | os.PathLike[str]]
     tokens: int | None = None
-    window_tokens: int = WINDOW_TOKENS
+    window: int | None = None
     max_kl: float | None = None
     min_top1: float | None = None
 
     def run(self, check: Check, path: str | os.PathLike[str], where: Surroundings) -> None:
         """Compare the artifact ``path`` with the reference; fills ``check``."""
         model, reference = read_pair(path, self.against)
+        positions = min(m.config.max_position_embeddings for m in (model, reference))
         windows = read_windows(
             self.texts,
             tokenizer=reference.tokenizer,
             bos=bos_id(reference.metadata, reference.tokenizer),
             vocab_size=reference.config.vocab_size,
-            window_tokens=self.window_tokens,
+            window_tokens=self.window or min(WINDOW_TOKENS, positions),
             limit_tokens=self.tokens,
         )
         count = scored_tokens(windows)

@@ -39,12 +39,13 @@ STYLES: dict[str, tuple[Callable[[Sequence[str]], str], str]] = {
 
 
 def identifiers(seed: int = SEED) -> Iterator[str]:
-    """Endless identifiers of ``SHORTEST`` to ``LONGEST`` characters, the styles in turn.
+    """Different identifiers of ``SHORTEST`` to ``LONGEST`` characters, the styles in turn.
 
     The same seed gives the same ones with every version of Python: only ``Random.random`` is
     called, whose numbers the language promises to keep.
     """
     draws = random.Random(seed)
+    known = {""}
 
     def below(count: int) -> int:
         return int(draws.random() * count)
@@ -52,9 +53,10 @@ def identifiers(seed: int = SEED) -> Iterator[str]:
     while True:
         for join, letters in STYLES.values():
             name = ""
-            while not SHORTEST <= len(name) <= LONGEST:
+            while name in known or not SHORTEST <= len(name) <= LONGEST:
                 words = [WORDS[below(len(WORDS))] for _ in range(1 + below(4))]
                 name = join(words) + _tail(letters, below)
+            known.add(name)
             yield name
 
 

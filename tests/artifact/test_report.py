@@ -251,3 +251,10 @@ def test_table_takes_figures_literally() -> None:
     text = printed(Report(checks=[Check("x", figures=figures)]))
     assert "file [red]a[/nope].receipt" in text
     assert "list" not in text
+
+
+def test_table_rounds_floats_and_leaves_out_what_is_unknown() -> None:
+    figures: dict[str, Any] = {"kl": 0.00202292783942, "top1": 1.0, "kl_se": None, "exact": True}
+    text = printed(Report(checks=[Check("x", figures=figures)]))
+    assert "kl 0.00202293, top1 1, exact True" in text
+    assert "kl_se" not in text

@@ -1,0 +1,216 @@
+"""ds4q verify --gate: what it reports, what it refuses, and when a gate does not run at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from ds4q import api
+from ds4q.cli import gates, main
+from ds4q.runtime.gates import Divergence, divergence, fidelity
+from ds4q.runtime.gates.forced import I64, Call, Engine
+from tests.quantize import models
+from tests.quantize.builders import TINY
+
+SCORED = TINY.parent / "text" / "scored.txt"
+SHORT = ["--text", str(SCORED), "--tokens", "700"]
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ds4-tiny by recipe fp4-q8."""
+    out = tmp_path_factory.mktemp("rounded") / "q8.hfq"
+    api.quantize(TINY, out, recipe="fp4-q8", warn=lambda text: None)
+    return out
+
+
+def verify(*words: object) -> Result:
+    return CliRunner().invoke(main, ["verify", *map(str, words)])
+
+
+def checks_of(result: Result) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+
+
+# ---------------------------------------------------------------- reports
+
+
+def test_divergence_is_a_check_of_the_report(tiny_artifact: Path, rounded: Path) -> None:
+    words = [rounded, "--gate", "divergence", "--against", tiny_artifact, *SHORT]
+    result = verify(*words, "--json")
+    assert result.exit_code == 0, result.output
+    assert "700 tokens; the reference's logits take 1,433,600 bytes in" in result.stderr
+    checks = checks_of(result)
+    assert list(checks) == ["structure", "inventory", "payload", "receipt", "divergence"]
+    figures = checks["divergence"]["figures"]
+    for name in ("kl", "top1", "nats", "nats_ref", "nats_diff"):
+        assert isinstance(figures[name], float)
+        assert isinstance(figures[f"{name}_se"], float)
+    assert (figures["tokens"], figures["windows"], figures["failures"]) == (700, 2, 0)
+    assert 0 < figures["kl"] < 0.02
+    quiet = verify(*words, "--quiet")
+    assert (quiet.exit_code, quiet.stderr) == (0, "")
+    (line,) = [line for line in quiet.stdout.splitlines() if line.startswith("divergence")]
+    assert f"kl {figures['kl']:.6g}, kl_se" in line
+
+
+def test_gates_run_in_their_order_and_reach_junit(tiny_artifact: Path, tmp_path: Path) -> None:
+    xml = tmp_path / "r.xml"
+    result = verify(
+        *(tiny_artifact, "--gate", "fidelity", "--gate", "divergence", "--gate", "fidelity"),
+        *("--against", tiny_artifact, *SHORT, "--junit", xml, "--json"),
+    )
+    assert result.exit_code == 0, result.output
+    checks = checks_of(result)
+    assert list(checks)[-2:] == ["fidelity", "divergence"]
+    figures = checks["fidelity"]["figures"]
+    assert (figures["exact"], figures["of"], figures["drawn"]) == (60, 60, 21)
+    assert checks["divergence"]["figures"]["kl"] == 0
+    (suite,) = ElementTree.parse(xml).getroot()
+    assert [case.get("name") for case in suite][-2:] == ["fidelity", "divergence"]
+
+
+def test_a_limit_that_is_missed_is_exit_1(tiny_artifact: Path, rounded: Path) -> None:
+    words = [rounded, "--gate", "divergence", "--against", tiny_artifact, *SHORT]
+    result = verify(*words, "--max-kl", "1e-9", "--min-top1", "1")
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()[-2:]
+    assert lines[0].startswith("divergence: kl is too large: expected at most 1e-09, found 0.0")
+    assert lines[1].startswith("divergence: top1 is too low: expected at least 1.0, found 0.9")
+    assert verify(*words, "--max-kl", "1", "--min-top1", "0.5").exit_code == 0
+
+
+def test_misses_are_listed_as_failures(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"test_name_o0{number:02}" for number in range(20)]
+    spoilt = [name.replace("o0", "00") for name in names[:3]] + names[3:]
+    monkeypatch.setattr(fidelity, "_choose", lambda *_: (names, 25))
+    for repeat, answers in (("fresh_process", spoilt), ("after_another", names)):
+        monkeypatch.setattr(fidelity, f"_{repeat}", lambda *_, answers=answers: answers)
+    monkeypatch.setattr(fidelity, "_other_batches", lambda *_: names)
+    words = [tiny_artifact, "--gate", "fidelity", "--against", tiny_artifact, "--json"]
+    result = verify(*words)
+    assert result.exit_code == 1
+    check = checks_of(result)["fidelity"]
+    assert (check["figures"]["exact"], check["figures"]["drawn"]) == (57, 25)
+    found = [(f["expected"], f["found"]) for f in check["failures"]]
+    assert found == [("60 of 60", "57"), *zip(names[:3], spoilt[:3], strict=True)]
+    assert verify(*words, "--min-exact", "57").exit_code == 0
+    assert verify(*words, "--min-exact", "58").exit_code == 1
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_a_forced_list_shifted_by_one_makes_verify_fail(
+    tiny_artifact: Path, rounded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The artifact's arm reads the token before the one that it should: red, not a worse figure."""
+    honest, runs = divergence.forced_calls, 0
+
+    def late(engine: Engine, windows: Sequence[I64]) -> Iterator[Call]:
+        nonlocal runs
+        runs += 1
+        shifted = [np.concatenate((window[:1], window[:-1])) for window in windows]
+        return honest(engine, windows if runs == 1 else shifted)
+
+    monkeypatch.setattr(divergence, "forced_calls", late)
+    result = verify(rounded, "--gate", "divergence", "--against", tiny_artifact, *SHORT, "--json")
+    assert result.exit_code == 1
+    check = checks_of(result)["divergence"]
+    assert not check["ok"]
+    (failure,) = check["failures"]
+    assert "fed another token than the forced one" in failure["message"]
+    assert failure["expected"].endswith("at window 0 position 1")
+    assert "kl" not in check["figures"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "lacking"),
+    [("divergence", "--against"), ("divergence", "--text"), ("fidelity", "--against")],
+)
+def test_a_file_that_is_not_there_is_a_failed_check(
+    gate: str, lacking: str, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    words = {"--against": tiny_artifact} | ({"--text": SCORED} if gate == "divergence" else {})
+    words[lacking] = tmp_path / "gone"
+    options = [word for pair in words.items() for word in pair]
+    result = verify(tiny_artifact, "--gate", gate, *options, "--json")
+    assert result.exit_code == 1
+    failed = [check for check in checks_of(result).values() if not check["ok"]]
+    assert [check["name"] for check in failed] == [gate]
+    assert failed[0]["failures"][0]["message"] == f"{words[lacking]}: No such file or directory"
+
+
+@pytest.mark.parametrize("gate", ["divergence", "fidelity"])
+def test_a_partial_artifact_fails_by_name(gate: str, tiny_artifact: Path, tmp_path: Path) -> None:
+    models.run(models.mini(tmp_path / "source"), tmp_path / "x.hfq")
+    words = ["--text", SCORED] if gate == "divergence" else []
+    result = verify(tmp_path / "x.hfq", "--gate", gate, "--against", tiny_artifact, *words)
+    assert result.exit_code == 1
+    assert f"{gate}: the artifact holds only part of a model" in result.stderr
+
+
+@pytest.mark.parametrize("gate", ["divergence", "fidelity"])
+def test_a_draft_fails_by_name(gate: str, random_artifact: Path) -> None:
+    draft = random_artifact.with_name("ds4-random-dspark.hfq")
+    words = ["--text", SCORED] if gate == "divergence" else []
+    result = verify(draft, "--gate", gate, "--against", random_artifact, *words)
+    assert result.exit_code == 1
+    assert f"{gate}: this is the draft part of a model" in result.stderr
+
+
+def test_gates_do_not_run_on_an_unsound_structure(tiny_artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.hfq"
+    shutil.copy(tiny_artifact, path)
+    with path.open("ab") as file:
+        file.write(b"x")
+    gate = Divergence(tiny_artifact, [SCORED], tokens=10)
+    report = api.verify(path, gates=[gate])
+    assert [check.name for check in report.checks] == ["structure", "inventory"]
+    assert not report.ok
+
+
+# ---------------------------------------------------------------- usage
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gate", "divergence", "--text", "t"], "needs --against"),
+        (["--gate", "fidelity"], "needs --against"),
+        (["--gate", "divergence", "--against", "r"], "needs --text"),
+        (["--against", "r"], "--against belongs to --gate"),
+        (["--text", "t"], "--text belongs to --gate divergence"),
+        (["--gate", "fidelity", "--against", "r", "--text", "t"], "--text belongs to"),
+        (["--gate", "fidelity", "--against", "r", "--tokens", "5"], "--tokens belongs to"),
+        (["--gate", "fidelity", "--against", "r", "--max-kl", "0"], "--max-kl belongs to"),
+        (["--window", "64"], "--window belongs to --gate divergence"),
+        (["--min-exact", "0"], "--min-exact belongs to --gate fidelity"),
+        (["--gate", "fidelity", "--against", "r", "--min-exact", "61"], "--min-exact"),
+        (["--gate", "divergence", "--max-kl", "nan"], "nan is not a number"),
+        (["--gate", "divergence", "--max-kl", "-1"], "--max-kl"),
+        (["--gate", "divergence", "--min-top1", "1.5"], "--min-top1"),
+        (["--gate", "divergence", "--tokens", "0"], "--tokens"),
+        (["--gate", "divergence", "--window", "1"], "--window"),
+        (["--gate", "neutrality"], "'neutrality' is not one of 'divergence', 'fidelity'"),
+        (["--gate", "load-time"], "'load-time' is not one of"),
+    ],
+)
+def test_wrong_usage_is_2(words: list[str], says: str, tiny_artifact: Path) -> None:
+    result = verify(tiny_artifact, *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+
+
+def test_the_number_of_answers_is_that_of_the_gate() -> None:
+    assert fidelity.IDENTIFIERS * len(fidelity.REPEATS) == gates.FIDELITY_ANSWERS
