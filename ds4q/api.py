@@ -36,6 +36,7 @@ from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_pa
 from ds4q.quantize.recipe import Recipe, find_recipe
 
 if TYPE_CHECKING:
+    from ds4q.runtime.calibrate import Calibration
     from ds4q.runtime.gates import Gate
 
 Advance = Callable[[int], None]
@@ -322,3 +323,45 @@ def _receipt_digests(
         digests = ReceiptDigests(check, found[1])
         digests.compare_front(reader, front_digest(reader.header_raw, reader.index_raw))
     return digests
+
+
+def calibrate(
+    path: str | os.PathLike[str],
+    texts: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    limit_tokens: int | None = None,
+    window_tokens: int | None = None,
+    threads: int = 1,
+    force: bool = False,
+    progress: Progress = silent,
+) -> Calibration:
+    """Run an artifact over texts and write what its experts saw as an imatrix.
+
+    The same texts give the same bytes, whatever the number of threads. Everything that can be
+    refused is refused before the weights are read.
+
+    Parameters
+    ----------
+    texts : UTF-8, or decimal token ids in files named ``.ids``
+    out : the imatrix; an earlier one of ds4q is replaced, another file only with ``force``
+    limit_tokens : read no more than so many tokens of text in all, BOS not counted
+    window_tokens : positions of a whole window; None takes 512, or what the model has
+
+    Raises
+    ------
+    RunError : not a complete model of a known checkpoint, or texts that it cannot read
+    JobError, WriteError : the imatrix cannot be placed or written
+    """
+    from ds4q.runtime import calibrate as calibration  # the model and its kernels, for this alone
+
+    return calibration.calibrate(
+        path,
+        texts,
+        out,
+        limit_tokens=limit_tokens,
+        window_tokens=window_tokens,
+        threads=threads,
+        force=force,
+        progress=progress,
+    )

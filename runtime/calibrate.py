@@ -1,128 +1,148 @@
-"""Owns collecting what the routed experts see while a model reads texts. Knows no file format.
+"""Owns calibration: texts through a model, an imatrix out. The sums are ``collect.py``'s.
 
-For each expert: how many tokens are routed to it, the mean square of its routing weight, and the
-mean square of every input channel of its gate and up and of its down projection. Sums are float64
-and grow token by token in the order of the texts, so that they depend neither on how many tokens
-go through the layers together nor on the number of threads.
+A text is cut into windows of BOS and as much of it as fits (``text/corpus.py``). Each window goes
+through the model by itself, and each of its positions counts, BOS too: a model in use sees it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.fastpath import FastPath, jit
-from ds4q.quantize.imatrix import LayerStatistics
-from ds4q.runtime.backend import kernels, reference
-from ds4q.runtime.backend.cpu import CpuBackend
-from ds4q.runtime.backend.weights import Expert
-from ds4q.runtime.config import ModelConfig
-from ds4q.runtime.engine import Engine
-from ds4q.runtime.errors import CalibrationError
+from ds4q.artifact.check import own_metadata
+from ds4q.artifact.hfq import Reader
+from ds4q.quantize.imatrix import LayerStatistics, claim_place, write_imatrix
+from ds4q.quantize.imatrix.writing import ImatrixPlaceError
+from ds4q.runtime.collect import Collector
+from ds4q.runtime.engine import Engine, checked_config
+from ds4q.runtime.errors import RunError
+from ds4q.runtime.text.corpus import WINDOW_TOKENS, bos_id, read_windows
+from ds4q.runtime.text.tokenizer import Tokenizer
 
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
+Advance = Callable[[int], None]
+Progress = Callable[..., AbstractContextManager[Advance]]
+"""Called with a label, a total and ``unit=``; yields a function that hears of progress."""
 
 
-def add_squares_reference(sums: F64, rows: F32) -> None:
-    """Add the squares of ``rows`` f32 [T, K] to ``sums`` f64 [K], row after row."""
-    for row in rows:
-        sums += np.square(row, dtype=np.float64)
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A finished calibration.
 
-
-@jit
-def _add_squares_fast(sums: F64, rows: F32) -> None:
-    for t in range(rows.shape[0]):
-        row = rows[t]
-        for i in range(sums.shape[0]):
-            value = np.float64(row[i])
-            sums[i] += value * value
-
-
-def _activate_fast(gate: F32, up: F32, limit: float) -> F32:
-    hidden: F32 = kernels.activate(np.concatenate((gate, up)), limit)
-    return hidden
-
-
-add_squares = FastPath(add_squares_reference, _add_squares_fast)
-activate = FastPath(reference.activate, _activate_fast)
-
-
-class Collector:
-    """Sums over the tokens that each routed expert was given; an ``Observer`` of an engine.
-
-    Parameters
+    Attributes
     ----------
-    threads : most threads that one product uses
+    output, sha256 : the imatrix and its digest (hex)
+    source_fingerprint : of the checkpoint that the artifact was made from
+    texts : for each text its file and digest (hex)
+    tokens, windows : positions that went through the model, in so many sequences of at most
+        ``window_tokens``
+    layers, experts : of the model; ``unseen`` pairs of them had no token
     """
 
-    def __init__(self, config: ModelConfig, threads: int) -> None:
-        layers, experts = config.num_hidden_layers, config.n_routed_experts
-        self._limit = config.swiglu_limit
-        self._backend = CpuBackend(threads)
-        self._tokens = np.zeros((layers, experts), np.int64)
-        self._gain = np.zeros((layers, experts, 1))
-        self._gate_up = np.zeros((layers, experts, config.hidden_size))
-        self._down = np.zeros((layers, experts, config.moe_intermediate_size))
-
-    def __call__(
-        self, layer: int, ids: I64, weights: F32, x: F32, experts: Mapping[int, Expert]
-    ) -> None:
-        """Add one batch: experts ``ids`` [T, K] with ``weights`` [T, K] of the inputs ``x``."""
-        flat = ids.ravel()
-        for expert_id in np.unique(flat).tolist():
-            slots = np.flatnonzero(flat == expert_id)
-            expert, rows = experts[expert_id], x[slots // ids.shape[1]]
-            hidden = activate(
-                self._backend.linear(expert.gate, rows),
-                self._backend.linear(expert.up, rows),
-                self._limit,
-            )
-            self._tokens[layer, expert_id] += len(slots)
-            add_squares(self._gain[layer, expert_id], weights.reshape(-1, 1)[slots])
-            add_squares(self._gate_up[layer, expert_id], rows)
-            add_squares(self._down[layer, expert_id], hidden)
-
-    def statistics(self) -> list[LayerStatistics]:
-        """The means so far, layer by layer; zero for an expert that saw no token.
-
-        Raises
-        ------
-        CalibrationError : an expert saw a number that is not finite
-        """
-        found = []
-        for layer, tokens in enumerate(self._tokens):
-            seen = np.maximum(tokens, 1)[:, None]
-            with np.errstate(over="ignore"):  # found below
-                gain, gate_up, down = (
-                    (sums[layer] / seen).astype(np.float32)
-                    for sums in (self._gain, self._gate_up, self._down)
-                )
-            for what, means in (("inputs", gate_up), ("hidden values", down), ("weights", gain)):
-                bad = np.flatnonzero(~np.isfinite(means).all(axis=1))
-                if bad.size:
-                    raise CalibrationError(found=f"{what} of expert {bad[0]} in layer {layer}")
-            found.append(LayerStatistics(tokens.copy(), gain[:, 0].copy(), gate_up, down))
-        return found
+    output: str
+    sha256: str
+    source_fingerprint: str
+    texts: list[dict[str, str]]
+    tokens: int
+    windows: int
+    window_tokens: int
+    layers: int
+    experts: int
+    unseen: int
+    seconds: float
 
 
 def calibrate(
+    path: str | os.PathLike[str],
+    texts: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    limit_tokens: int | None,
+    window_tokens: int | None,
+    threads: int,
+    force: bool,
+    progress: Progress,
+) -> Calibration:
+    """Run an artifact over texts and write what its experts saw; ``ds4q.api.calibrate`` says more.
+
+    ``limit_tokens`` is of text in all, BOS not counted; ``window_tokens`` None takes 512, or what
+    the model has positions for.
+    """
+    begin = time.perf_counter()
+    path, out = Path(path), Path(out)
+    claim_place(out, force=force)
+    _refuse_inputs(out, [path, *map(Path, texts)])
+    with Reader(path) as reader:
+        config = checked_config(reader)
+        fingerprint = _fingerprint(reader)
+        tokenizer = Tokenizer.from_metadata(reader.metadata, path=path)
+        bos = bos_id(reader.metadata, tokenizer)
+    limit = config.max_position_embeddings
+    length = min(WINDOW_TOKENS, limit) if window_tokens is None else window_tokens
+    if length > limit:
+        raise RunError("window too long", path=path, expected=f"at most {limit}", found=length)
+    windows = read_windows(
+        texts,
+        tokenizer=tokenizer,
+        bos=bos,
+        vocab_size=config.vocab_size,
+        window_tokens=length,
+        limit_tokens=limit_tokens,
+    )
+    digests = [_digest(text) for text in texts]
+    total = sum(map(len, windows))
+    engine = _load(path, threads, progress)
+    with progress("calibrating", total, unit="tokens") as advance:
+        layers = observe(engine, windows, threads=threads, advance=advance)
+    sha256 = write_imatrix(
+        out,
+        layers,
+        fingerprint=fingerprint,
+        total_tokens=total,
+        window_tokens=length,
+        texts=digests,
+        force=force,
+    )
+    return Calibration(
+        output=str(out),
+        sha256=sha256,
+        source_fingerprint=fingerprint,
+        texts=[
+            {"file": str(text), "sha256": digest}
+            for text, digest in zip(texts, digests, strict=True)
+        ],
+        tokens=total,
+        windows=len(windows),
+        window_tokens=length,
+        layers=config.num_hidden_layers,
+        experts=config.n_routed_experts,
+        unseen=sum(int((layer.tokens == 0).sum()) for layer in layers),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def observe(
     engine: Engine,
     windows: Iterable[npt.NDArray[np.integer[Any]]],
     *,
     threads: int,
-    advance: Callable[[int], None] = lambda tokens: None,
+    advance: Advance = lambda tokens: None,
 ) -> list[LayerStatistics]:
-    """Run ``engine`` over windows of token ids, each from an empty context; what its experts saw.
+    """What the experts of ``engine`` see in windows of token ids, each from an empty context.
 
     Parameters
     ----------
-    windows : 1-D token ids, as they are (``text/corpus.py`` puts BOS in front)
-    threads : most threads that one product uses
+    windows : 1-D token ids, taken as they are
+    threads : most threads that one product of the collector uses
     advance : hears of each window's tokens once they are through
     """
     collector = Collector(engine.config, threads)
@@ -130,3 +150,43 @@ def calibrate(
         engine.forward(engine.new_state(), window, observer=collector)
         advance(len(window))
     return collector.statistics()
+
+
+def _fingerprint(reader: Reader) -> str:
+    """Which checkpoint the artifact was made from; without it the imatrix would fit any."""
+    found = (own_metadata(reader) or {}).get("source_fingerprint")
+    if not isinstance(found, str):
+        raise RunError(
+            "the artifact does not say which checkpoint it was made from",
+            path=reader.path,
+            expected="ds4q.source_fingerprint in the metadata",
+            remedy="calibrate on an artifact that ds4q quantized",
+        )
+    return found
+
+
+def _refuse_inputs(out: Path, inputs: Iterable[Path]) -> None:
+    if not out.exists():
+        return
+    for path in inputs:
+        if path.exists() and path.samefile(out):
+            raise ImatrixPlaceError(
+                "output is one of the inputs", path=out, remedy="choose another name"
+            )
+
+
+def _digest(text: str | os.PathLike[str]) -> str:
+    with open(text, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _load(path: Path, threads: int, progress: Progress) -> Engine:
+    with progress("loading", path.stat().st_size, unit="bytes") as advance:
+        known = 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal known
+            advance(done - known)
+            known = done
+
+        return Engine.load(path, threads=threads, progress=report)

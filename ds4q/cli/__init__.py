@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": "Prove that an artifact is sound and equal to its source.",
     "inspect": "Show what is in an artifact, a receipt or a checkpoint.",
     "run": "Generate text from an artifact.",
+    "calibrate": "Measure what a model's experts see, for quantize --imatrix.",
     "doctor": "Report what this machine can do.",
 }
 """Name and one line of each command, in the order of ``ds4q --help``."""

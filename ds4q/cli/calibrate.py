@@ -1,0 +1,103 @@
+"""Owns ``ds4q calibrate``: options in, an imatrix and its figures out. No model code."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ds4q.artifact.errors import one_line
+from ds4q.cli import common
+
+if TYPE_CHECKING:
+    from ds4q.runtime.calibrate import Calibration
+
+
+@click.command("calibrate")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.hfq")
+@click.option(
+    "--text",
+    "texts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    multiple=True,
+    required=True,
+    metavar="FILE",
+    help="Text to read, UTF-8; a name in .ids means decimal token ids. Repeatable.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="IMATRIX",
+    help="The file to write. An earlier imatrix is replaced.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    show_default="all of the texts",
+    metavar="N",
+    help="Read at most N tokens of text.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(min=2),
+    show_default="512, or what the model has positions for",
+    metavar="N",
+    help="Tokens that are read in one context: BOS and N-1 of the text.",
+)
+@click.option("--force", is_flag=True, help="Replace an output file that is no imatrix.")
+@common.threads_option
+@common.json_option
+@common.talk_options
+def command(
+    file: Path,
+    texts: tuple[Path, ...],
+    output: Path,
+    tokens: int | None,
+    window: int | None,
+    force: bool,
+    threads: int,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Measure what a model's experts see, for ds4q quantize --imatrix.
+
+    The artifact reads the texts. For each routed expert the imatrix holds how many tokens came to
+    it, how much they weighed, and the mean square of each input of its matrices. It belongs to the
+    checkpoint that the artifact was made from.
+
+    Example: ds4q calibrate flash.hfq --text wiki.txt -o flash.imatrix
+    """
+    from ds4q.api import calibrate
+
+    done = calibrate(
+        file,
+        texts,
+        output,
+        limit_tokens=tokens,
+        window_tokens=window,
+        threads=threads,
+        force=force,
+        progress=partial(common.progress, quiet=quiet),
+    )
+    if as_json:
+        common.emit_json(asdict(done) | {"bytes": output.stat().st_size})
+    else:
+        _print(done)
+    if done.unseen and not quiet:
+        common.warn(
+            f"{output}: {done.unseen} of {done.layers * done.experts} experts saw no token and "
+            "will take the mean of their layer; calibrate on more text"
+        )
+
+
+def _print(done: Calibration) -> None:
+    click.echo(
+        f"{one_line(done.output)}: {done.layers} layers of {done.experts} experts, "
+        f"{done.tokens:,} tokens in {done.windows:,} windows, {done.seconds:.1f} s"
+    )
