@@ -1,4 +1,4 @@
-"""The type table: hipfire's number register, payload lengths, reserved and unknown numbers."""
+"""The type table: upstream's numbers and ours, payload lengths, reserved and unknown numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds4q.artifact import types
 from ds4q.artifact.errors import IndexFieldError, PayloadSizeError, TensorTypeError
-from ds4q.artifact.formats import codec_for
+from ds4q.artifact.formats import Coding, MixRow, codec_for
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.types import (
     BF16,
@@ -19,8 +19,11 @@ from ds4q.artifact.types import (
     F16,
     F32,
     HFP4G32,
+    MIXED,
     Q8F16,
+    RAW,
     RESERVED_IDS,
+    ROCMFPX,
     ROW_GRANULE,
     TIDI32,
     TYPES,
@@ -32,7 +35,7 @@ from ds4q.artifact.types import (
 )
 from tests.checks import check_refused
 
-# hipfire docs/quant-formats/qt-register.txt: number and name of every type.
+# hipfire docs/quant-formats/qt-register.txt: number and name of every type of its own.
 REGISTER = """
 0 Q4F16G64, 1 F16, 2 F32, 3 Q8F16, 4 Q4K, 5 Q8HFQ, 6 HFQ4G256, 7 HFQ4G128, 8 HFQ6G256,
 9 HFQ2G256, 10 HFQ2G128, 11 HFQ3G256, 12 HFQ3G128, 13 MQ4G256, 14 MQ8G256, 15 MQ6G256, 16 BF16,
@@ -42,7 +45,27 @@ REGISTER = """
 40 TQ2G128, 41 BQ1G128, 44 MQ4G256V2, 45 MQ4CG256, 47 MQ6G256V2, 48 MQ5G256V2, 49 MQ3G256V2,
 50 MQ2G256V2, 51 MQ2G256LloydU, 52 MQ4G256V2Lloyd, 53 MQ4G128V2
 """
-NUMBERED = [(int(n), name) for n, name in re.findall(r"(\d+) (\w+)", REGISTER)]
+UPSTREAM = [(int(n), name) for n, name in re.findall(r"(\d+) (\w+)", REGISTER)]
+# Lucebox's GGML numbers, and ds4q's own for bytes that are no weights.
+PRIVATE = [
+    (100, "ROCmFP4"),
+    (101, "ROCmFP4Fast"),
+    (102, "ROCmFP6"),
+    (103, "ROCmFP8"),
+    (104, "ROCmFP3"),
+    (105, "ROCmFP3Mix"),
+    (106, "ROCmFP2Mix"),
+    (107, "ROCmFP2"),
+    (120, "Raw"),
+]
+NUMBERED = UPSTREAM + PRIVATE
+# What the codecs of these types cannot do without.
+CODINGS: dict[int, Coding] = {
+    102: "zero",
+    105: MixRow(0, b""),
+    106: MixRow(0, b""),
+    107: "dual",
+}
 
 # Bytes of a tensor [4, 1024], from hipfire's length formulas.
 M, K = 4, 1024
@@ -66,6 +89,13 @@ LENGTHS = {
     39: 98 * M * K // 256,
     40: 34 * M * K // 128,
     41: 18 * M * K // 128,
+    100: 18 * M * K // 32,
+    101: 17 * M * K // 32,
+    102: 26 * M * K // 32,
+    103: 33 * M * K // 32,
+    **dict.fromkeys([104, 105], 14 * M * K // 32),
+    **dict.fromkeys([106, 107], 10 * M * K // 32),
+    120: M * K,
 }
 
 # ------------------------------------------------------------------ numbers and names
@@ -84,7 +114,9 @@ def test_table_holds_the_register_and_nothing_else() -> None:
 
 
 def test_named_constants() -> None:
-    constants = {F16: 1, F32: 2, Q8F16: 3, BF16: 16, HFP4G32: 21, TIDI32: 22}
+    constants = {F16: 1, F32: 2, Q8F16: 3, BF16: 16, HFP4G32: 21, TIDI32: 22, RAW: 120}
+    constants |= {kind: 100 + n for n, kind in enumerate(ROCMFPX)}
+    assert [kind.id for kind in MIXED] == [105, 106]
     assert {kind: kind.id for kind in constants} == constants
     assert {kind for kind in TYPES.values() if kind.codec} == constants.keys()
 
@@ -105,16 +137,16 @@ def test_reserved_numbers_are_exactly_these() -> None:
     assert frozenset({23, 25, 26, 27, 43}) == RESERVED_IDS
 
 
-@pytest.mark.parametrize("number", [42, 46, 54, 99, 100, 107, 120, 255, -1])
+@pytest.mark.parametrize("number", [42, 46, 54, 99, 108, 109, 110, 111, 119, 121, 255, -1])
 def test_unknown_number(number: int) -> None:
     check_refused(TensorTypeError, lambda: type_of(number), says=[f"unknown tensor type {number}"])
 
 
 @pytest.mark.parametrize("number", [n for n, _ in NUMBERED])
 def test_decodable_exactly_where_there_is_a_codec(number: int) -> None:
-    if number in (1, 2, 3, 16, 21, 22):
+    if number in (1, 2, 3, 16, 21, 22) or number >= 100:
         assert decodable(number) is TYPES[number]
-        assert codec_for(number).type is TYPES[number]
+        assert codec_for(number, CODINGS.get(number)).type is TYPES[number]
     else:
         name = TYPES[number].name
         for look in (decodable, codec_for):
@@ -171,6 +203,60 @@ def test_true_expert_sizes() -> None:
     assert TYPES[19].payload_bytes((2048, 4096)) == 2_359_296
     assert TYPES[20].payload_bytes((2048, 4096)) == 3_670_016
     assert TYPES[30].payload_bytes((2048, 4096)) == 5_242_880
+    sizes = {
+        100: 4_718_592,
+        101: 4_456_448,
+        102: 6_815_744,
+        103: 8_650_752,
+        104: 3_670_016,
+        105: 3_670_016,
+        106: 2_621_440,
+        107: 2_621_440,
+    }
+    for number, nbytes in sizes.items():
+        for shape in ((2048, 4096), (4096, 2048)):
+            assert TYPES[number].payload_bytes(shape) == nbytes
+            check_entry(number, shape, 32, nbytes)
+
+
+@pytest.mark.parametrize("kind", ROCMFPX, ids=lambda kind: kind.name)
+def test_blocks_of_rocmfpx_do_not_run_across_rows(kind: types.TensorType) -> None:
+    multiple = 128 if kind.id in (106, 107) else 32
+    assert kind.row_multiple == multiple
+    blocks = multiple // 32
+    assert kind.payload_bytes((3, multiple)) == 3 * blocks * kind.block_bytes
+    assert kind.span(2, 1, multiple) == (
+        2 * blocks * kind.block_bytes,
+        blocks * kind.block_bytes,
+    )
+    # 2 x 16 weights are whole blocks in all, and no row of theirs is.
+    for k in {16, multiple // 2, multiple + 16, multiple + multiple // 4}:
+        error = check_refused(
+            PayloadSizeError,
+            lambda k=k: kind.payload_bytes((2 * blocks, k)),  # type: ignore[misc]
+            says=[kind.name],
+        )
+        assert (error.expected, error.found) == (f"a multiple of {multiple}", k)
+    check_refused(PayloadSizeError, lambda: kind.payload_bytes((4, 0)), says=[kind.name])
+
+
+def test_what_a_payload_cannot_be_read_without() -> None:
+    assert {k.id: k.coding for k in TYPES.values() if k.coding} == {
+        102: "variant",
+        105: "row",
+        106: "row",
+        107: "variant",
+    }
+
+
+def test_raw_bytes_have_any_length() -> None:
+    check_entry(120, (62,), 0, 62)
+    for nbytes in (61, 63):
+        check_refused(
+            PayloadSizeError,
+            lambda nbytes=nbytes: check_entry(120, (62,), 0, nbytes),  # type: ignore[misc]
+        )
+    check_refused(IndexFieldError, lambda: check_entry(120, (62,), 32, 62))
 
 
 def test_soa_rows_pad_their_scales_to_sixteen() -> None:

@@ -1,4 +1,4 @@
-"""F16, F32, BF16 and TidI32: golden bytes, rounding, refusals."""
+"""F16, F32, BF16, TidI32 and raw bytes: golden bytes, rounding, refusals."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ds4q.artifact.formats import Codec, codec_for
 from tests.checks import Array, check_golden, check_refused, check_round_trip, same_bits
 
 F16, F32, BF16, TIDI32 = codec_for(1), codec_for(2), codec_for(16), codec_for(22)
+RAW = codec_for(120)
 FLOATS = pytest.mark.parametrize("codec", [F16, F32, BF16], ids=lambda c: c.type.name)
 ANY_SHAPE = [(), (1,), (5,), (2, 3), (2, 3, 4)]
 
@@ -155,7 +156,18 @@ def test_ids_are_integers() -> None:
     check_refused(PayloadValueError, lambda: TIDI32.encode(fractions), says=["not integers"])
 
 
-@pytest.mark.parametrize("codec", [F16, F32, BF16, TIDI32], ids=lambda c: c.type.name)
+def test_raw_bytes_stay_as_they_are() -> None:
+    values = np.arange(256, dtype=np.uint8)
+    payload = check_round_trip(RAW, values)
+    same_bits(payload, values)
+    back = RAW.decode(payload, (256,))
+    back[0] = 9
+    assert payload[0] == 0  # a copy
+    wide: Array = np.arange(3)
+    check_refused(PayloadValueError, lambda: RAW.encode(wide), says=["not uint8", "int64"])
+
+
+@pytest.mark.parametrize("codec", [F16, F32, BF16, TIDI32, RAW], ids=lambda c: c.type.name)
 def test_payload_of_another_length(codec: Codec) -> None:
     width = codec.type.block_bytes
     for nbytes in (5 * width, 7 * width, 6 * width - 1, 0):
@@ -168,7 +180,7 @@ def test_payload_of_another_length(codec: Codec) -> None:
             assert (error.expected, error.found) == (6 * width, nbytes)
 
 
-@pytest.mark.parametrize("codec", [F16, F32, BF16, TIDI32], ids=lambda c: c.type.name)
+@pytest.mark.parametrize("codec", [F16, F32, BF16, TIDI32, RAW], ids=lambda c: c.type.name)
 def test_scalar_can_be_validated(codec: Codec) -> None:
     payload = np.zeros(codec.type.block_bytes, dtype=np.uint8)
     codec.validate(payload, ())
