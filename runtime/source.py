@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.formats import Codec, codec_for
+from ds4q.artifact.codings import Codings
+from ds4q.artifact.formats import Codec
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.artifact.types import TIDI32, check_entry, type_of
-from ds4q.runtime.backend.kernels import FORMATS
+from ds4q.artifact.types import RAW, TIDI32, check_entry, type_of
+from ds4q.runtime.backend.decoders import FORMATS
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.errors import BackendTypeError, ModelTensorError
 
@@ -33,10 +34,15 @@ class ArtifactSource:
     Parameters
     ----------
     reader : stays open until ``fill`` has returned
+
+    Raises
+    ------
+    CodingError, MetadataError : the artifact does not say how to read its ROCmFPX tensors
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        self._codings = Codings.of(reader)
         self._planned: list[tuple[TensorEntry, U8]] = []
 
     def matrix(self, name: str, rows: int, cols: int) -> Weight:
@@ -57,9 +63,12 @@ class ArtifactSource:
     def values(self, name: str, *shape: int) -> F32:
         """A small tensor of any decodable float type, read and decoded now."""
         entry = self._entry(name, shape)
-        if entry.type_id == TIDI32.id:
+        if entry.type_id in (TIDI32.id, RAW.id):
             raise ModelTensorError(
-                "ids where numbers belong", path=self._reader.path, tensor=name, found=TIDI32.name
+                "ids or bytes where numbers belong",
+                path=self._reader.path,
+                tensor=name,
+                found=type_of(entry.type_id).name,
             )
         return np.ascontiguousarray(self._decoded(entry), dtype=np.float32)
 
@@ -131,10 +140,10 @@ class ArtifactSource:
     def _plan(self, entry: TensorEntry, buffer: U8) -> Weight:
         self._planned.append((entry, buffer))
         rows, cols = entry.shape
-        return Weight(entry.type_id, rows, cols, buffer)
+        return Weight(entry.type_id, rows, cols, buffer, self._codings.coding(entry.name))
 
     def _codec(self, entry: TensorEntry) -> Codec:
-        return codec_for(entry.type_id, path=self._reader.path, tensor=entry.name)
+        return self._codings.codec(entry)
 
     def _decoded(self, entry: TensorEntry) -> npt.NDArray[np.float32]:
         payload, codec = self._reader.read(entry.name), self._codec(entry)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ds4q.artifact.fastpath import FastPath
 from ds4q.artifact.types import type_of
 from ds4q.runtime.backend import kernels, reference
+from ds4q.runtime.backend.decoders import FORMATS
 from ds4q.runtime.backend.weights import Expert, Weight
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.errors import BackendTypeError, WeightError
@@ -38,18 +39,15 @@ def _multiply_reference(weight: Weight, x: Array, workers: Workers) -> Array:
 def _multiply_fast(weight: Weight, x: Array, workers: Workers) -> Array:
     tokens, rows = len(x), weight.rows
     out = np.empty((tokens, rows), dtype=_F32)
-    kind, row_bytes = weight.type_id, weight.row_bytes
-    if not workers.shares(rows * row_bytes * tokens):
-        kernels.multiply(kind, weight.address, rows, row_bytes, x, out)
+    matrices = np.array([weight.matrix])
+    if not workers.shares(weight.data.nbytes * tokens):
+        kernels.multiply(matrices, rows, x, out)
         return out
-    xs = kernels.spread(x, kind)
-    items = np.arange(tokens)
-    addresses, starts = np.array([weight.address]), np.array([0, tokens])
+    xs = kernels.spread(x, matrices)
+    items, starts = np.arange(tokens), np.array([0, tokens])
 
     def piece(lo: int, hi: int, keep: Weight = weight) -> None:  # its bytes, see Workers.run
-        kernels.multiply_rows(
-            kind, addresses, starts, items, items, lo, hi, rows, row_bytes, xs, out
-        )
+        kernels.multiply_rows(matrices, starts, items, items, lo, hi, rows, xs, out)
 
     workers.run(piece, rows)
     return out
@@ -70,14 +68,17 @@ class _Routes:
         self.share: int = ids.shape[1]
         self.slots = list(by_id.values())
         self.experts = [experts[expert_id] for expert_id in by_id]
-        first = self.experts[0]
+        first = self.experts[0].gate
         for expert_id, expert in zip(by_id, self.experts, strict=True):
-            if expert.layout != first.layout:
+            gate = expert.gate
+            if (gate.rows, gate.cols) != (first.rows, first.cols):
                 raise WeightError(
-                    f"expert {expert_id} has another type or shape than its neighbour",
-                    expected=_describe(first),
-                    found=_describe(expert),
+                    f"expert {expert_id} has another shape than its neighbour",
+                    expected=f"gate {first.rows} x {first.cols}",
+                    found=f"gate {gate.rows} x {gate.cols}",
                 )
+            _check_kernel(gate)
+            _check_kernel(expert.down)
 
 
 def _feed_forward_reference(routes: _Routes, x: Array, limit: float, workers: Workers) -> Array:
@@ -90,34 +91,30 @@ def _feed_forward_reference(routes: _Routes, x: Array, limit: float, workers: Wo
 
 
 def _feed_forward_fast(routes: _Routes, x: Array, limit: float, workers: Workers) -> Array:
-    experts, layout = routes.experts, routes.experts[0].layout
-    table = np.array([expert.addresses for expert in experts])
+    experts, share = routes.experts, routes.share
+    table = np.array([expert.matrices for expert in experts]).reshape(-1, 3, 4)
     slots = np.array([slot for own in routes.slots for slot in own])
     starts = np.array([0, *accumulate(map(len, routes.slots))])
-    out = np.empty((len(slots), x.shape[1]), dtype=_F32)
-    gate_kind, width, gate_bytes, down_kind, rows, down_bytes = layout
-    if not workers.shares(len(slots) * (2 * width * gate_bytes + rows * down_bytes)):
-        kernels.feed_forward(layout, table, starts, slots, routes.share, limit, x, out)
+    width, rows = experts[0].gate.rows, x.shape[1]
+    out = np.empty((len(slots), rows), dtype=_F32)
+    work = sum(expert.nbytes * len(own) for expert, own in zip(experts, routes.slots, strict=True))
+    if not workers.shares(work):
+        kernels.feed_forward(table, starts, slots, share, width, limit, x, out)
         return out
-    addresses, both, reads, writes = kernels.plan_gate_up(table, starts, slots, routes.share)
-    xs = kernels.spread(x, gate_kind)
+    matrices, both, reads, writes, downs = kernels.plan(table, starts, slots, share)
+    xs = kernels.spread(x, matrices)
     gate_up = np.empty((len(writes), width), dtype=_F32)
 
     def gate_up_piece(lo: int, hi: int, keep: _Routes = routes) -> None:
-        kernels.multiply_rows(
-            gate_kind, addresses, both, reads, writes, lo, hi, width, gate_bytes, xs, gate_up
-        )
+        kernels.multiply_rows(matrices, both, reads, writes, lo, hi, width, xs, gate_up)
 
-    workers.run(gate_up_piece, len(addresses) * width)
-    hidden = kernels.spread(kernels.activate(gate_up, limit), down_kind)
-    downs = np.ascontiguousarray(table[:, 2])
+    workers.run(gate_up_piece, len(matrices) * width)
+    hidden = kernels.spread(kernels.activate(gate_up, limit), downs)
 
     def down_piece(lo: int, hi: int, keep: _Routes = routes) -> None:
-        kernels.multiply_rows(
-            down_kind, downs, starts, slots, slots, lo, hi, rows, down_bytes, hidden, out
-        )
+        kernels.multiply_rows(downs, starts, writes, slots, lo, hi, rows, hidden, out)
 
-    workers.run(down_piece, len(experts) * rows)
+    workers.run(down_piece, len(downs) * rows)
     return out
 
 
@@ -143,8 +140,7 @@ class CpuBackend:
 
     def linear(self, w: Weight, x: Array) -> Array:
         """``x W^T``: f32 (T, rows) of f32 (T, cols)."""
-        if w.type_id not in kernels.FORMATS:
-            raise _no_kernel(w)
+        _check_kernel(w)
         return _multiply(w, _activations(x, w.cols), self._workers)
 
     def experts(self, x: Array, ids: Array, experts: ExpertLookup, limit: float) -> Array:
@@ -157,7 +153,8 @@ class CpuBackend:
         ----------
         x : f32 (T, d)
         ids : integers (T, k)
-        experts : id -> Expert, all of one layout; each distinct id is looked up once
+        experts : id -> Expert, all of one shape and each of its own types; each distinct id is
+            looked up once
         limit : DeepSeek-V4's ``swiglu_limit``
 
         Returns
@@ -174,24 +171,14 @@ class CpuBackend:
         if not ids.size:
             return np.empty(shape, dtype=_F32)
         routes = _Routes(ids, experts)
-        first = routes.experts[0]
-        for w in (first.gate, first.down):
-            if w.type_id not in kernels.FORMATS:
-                raise _no_kernel(w)
-        x = _activations(x, first.gate.cols)
+        x = _activations(x, routes.experts[0].gate.cols)
         return _feed_forward(routes, x, float(limit), self._workers).reshape(shape)
 
 
-def _describe(expert: Expert) -> str:
-    return ", ".join(
-        f"{name} {type_of(w.type_id).name} {w.rows} x {w.cols}"
-        for name, w in (("gate", expert.gate), ("down", expert.down))
-    )
-
-
-def _no_kernel(w: Weight) -> BackendTypeError:
-    names = ", ".join(form.kind.name for form in kernels.FORMATS.values())
-    return BackendTypeError(expected=f"one of {names}", found=type_of(w.type_id).name)
+def _check_kernel(w: Weight) -> None:
+    if w.decoder not in FORMATS:
+        names = ", ".join(dict.fromkeys(form.kind.name for form in FORMATS.values()))
+        raise BackendTypeError(expected=f"one of {names}", found=type_of(w.type_id).name)
 
 
 def _activations(x: Array, columns: int) -> Array:

@@ -18,7 +18,8 @@ Array = npt.NDArray[Any]
 
 def decode(weight: Weight) -> Array:
     """All values of a matrix, f64 [rows, cols]."""
-    values = codec_for(weight.type_id).decode(weight.data, (weight.rows, weight.cols))
+    codec = codec_for(weight.type_id, weight.coding)
+    values = codec.decode(weight.data, (weight.rows, weight.cols))
     return values.astype(np.float64)
 
 

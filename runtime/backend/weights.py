@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.types import type_of
+from ds4q.artifact.formats import Coding
+from ds4q.artifact.types import ROCMFPX, type_of
+from ds4q.runtime.backend.levels import decoder_of, level_table
 from ds4q.runtime.errors import WeightError
 
 
@@ -23,18 +25,28 @@ class Weight:
     type_id : number in the type table
     rows, cols : output and input features
     data : (rows * row_bytes,) uint8, contiguous; kept, not copied, and must not be resized
+    coding : what the type's bytes cannot be read without, see ``codec_for``
+
+    Attributes
+    ----------
+    matrix : address of the bytes, address of the level table or 0, decoder and bytes of a row: a
+        line of what the kernels take
 
     Raises
     ------
     WeightError : the bytes are not what type and shape demand
+    CodingError : the coding that the type needs is absent or unknown
     """
 
     type_id: int
     rows: int
     cols: int
     data: npt.NDArray[np.uint8]
+    coding: Coding | None = None
     row_bytes: int = field(init=False)
-    address: int = field(init=False)
+    decoder: int = field(init=False)
+    levels: npt.NDArray[np.float32] | None = field(init=False)
+    matrix: tuple[int, int, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         kind = type_of(self.type_id)
@@ -54,8 +66,18 @@ class Weight:
                 expected=f"{self.rows * row_bytes} bytes",
                 found=f"{data.size} bytes",
             )
+        levels = level_table(kind, self.coding) if kind in ROCMFPX else None
+        decoder = decoder_of(kind.id, self.coding)
+        at = 0 if levels is None else levels.ctypes.data
         object.__setattr__(self, "row_bytes", row_bytes)
-        object.__setattr__(self, "address", data.ctypes.data)
+        object.__setattr__(self, "decoder", decoder)
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "matrix", (data.ctypes.data, at, decoder, row_bytes))
+
+    @property
+    def address(self) -> int:
+        """Where the packed bytes begin."""
+        return self.matrix[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +92,8 @@ class Expert:
     gate: Weight
     up: Weight
     down: Weight
-    layout: tuple[int, int, int, int, int, int] = field(init=False)
-    addresses: tuple[int, int, int] = field(init=False)
+    matrices: tuple[int, ...] = field(init=False)  # ``Weight.matrix`` of the three in a row
+    nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         gate, up, down = self.gate, self.up, self.down
@@ -87,7 +109,5 @@ class Expert:
                 expected=(gate.cols, gate.rows),
                 found=(down.rows, down.cols),
             )
-        # Experts of equal layout can share one kernel call.
-        layout = (gate.type_id, gate.rows, gate.row_bytes, down.type_id, down.rows, down.row_bytes)
-        object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "addresses", (gate.address, up.address, down.address))
+        object.__setattr__(self, "matrices", gate.matrix + up.matrix + down.matrix)
+        object.__setattr__(self, "nbytes", sum(w.data.nbytes for w in (gate, up, down)))

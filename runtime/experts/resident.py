@@ -49,19 +49,16 @@ def _layer_experts(
     found = source.matrices(
         {f"{name}.{w}.weight": shape for name in names for w, shape in shapes.items()}
     )
-    types = {w: found[f"{names[0]}.{w}.weight"].type_id for w in shapes}
-    types["w3"] = types["w1"]  # gate and up share one pass over the activations
     for name in names:
-        for w, kind in types.items():
-            tensor = f"{name}.{w}.weight"
-            if found[tensor].type_id != kind:
-                raise ModelTensorError(
-                    "experts of one layer differ in type",
-                    path=path,
-                    tensor=tensor,
-                    expected=type_of(kind).name,
-                    found=type_of(found[tensor].type_id).name,
-                )
+        gate, up = (found[f"{name}.{w}.weight"] for w in ("w1", "w3"))
+        if up.type_id != gate.type_id:
+            raise ModelTensorError(
+                "gate and up of an expert differ in type",
+                path=path,
+                tensor=f"{name}.w3.weight",
+                expected=type_of(gate.type_id).name,
+                found=type_of(up.type_id).name,
+            )
     return {
         e: Expert(*(found[f"{name}.{w}.weight"] for w in shapes)) for e, name in enumerate(names)
     }

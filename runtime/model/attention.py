@@ -243,10 +243,8 @@ def row_groups(weight: Weight, groups: int) -> list[Weight]:
     """``weight`` cut into ``groups`` runs of rows, over the same bytes."""
     rows = weight.rows // groups
     nbytes = rows * weight.row_bytes
-    return [
-        Weight(weight.type_id, rows, weight.cols, weight.data[g * nbytes : (g + 1) * nbytes])
-        for g in range(groups)
-    ]
+    parts = (weight.data[g * nbytes : (g + 1) * nbytes] for g in range(groups))
+    return [Weight(weight.type_id, rows, weight.cols, part, weight.coding) for part in parts]
 
 
 class Attention:

@@ -20,7 +20,7 @@ class Embedding:
         c = parts.config
         self._weight = parts.source.matrix("embed.weight", c.vocab_size, c.hidden_size)
         self._rows = self._weight.data.reshape(c.vocab_size, -1)
-        self._codec = codec_for(self._weight.type_id)
+        self._codec = codec_for(self._weight.type_id, self._weight.coding)
         self._streams = c.hc_mult
 
     def forward(self, ids: I64) -> F32:

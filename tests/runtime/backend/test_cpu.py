@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from benchmarks import decode_cpu
-from ds4q.artifact.types import F32, HFP4G32, TIDI32, TensorType
+from ds4q.artifact.types import F32, HFP4G32, TIDI32
 from ds4q.runtime.backend import Expert, Weight, kernels, reference, workers
 from ds4q.runtime.backend.cpu import CpuBackend
 from ds4q.runtime.errors import BackendTypeError, WeightError
@@ -34,7 +34,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS4Q_REFERENCE", "0")
 
 
-def draw_experts(count: int, width: int, hidden: int, kind: TensorType = HFP4G32) -> list[Expert]:
+def draw_experts(count: int, width: int, hidden: int, kind: packs.Kind = HFP4G32) -> list[Expert]:
     return [
         Expert(
             packs.draw(kind, width, hidden, 3 * e)[0],
@@ -45,13 +45,26 @@ def draw_experts(count: int, width: int, hidden: int, kind: TensorType = HFP4G32
     ]
 
 
+def draw_mixed(width: int, hidden: int) -> list[Expert]:
+    """An expert with each type as gate and up, and the next type but one as down."""
+    kinds = packs.KINDS
+    return [
+        Expert(
+            packs.draw(gate, width, hidden, 3 * e)[0],
+            packs.draw(gate, width, hidden, 3 * e + 1)[0],
+            packs.draw(down, hidden, width, 3 * e + 2)[0],
+        )
+        for e, (gate, down) in enumerate(zip(kinds, kinds[2:] + kinds[:2], strict=True))
+    ]
+
+
 def draw_ids(tokens: int, top_k: int, count: int) -> Array:
     rng = np.random.default_rng(tokens)
     return np.array([rng.permutation(count)[:top_k] for _ in range(tokens)])
 
 
 @pytest.mark.parametrize(("kind", "rows", "cols"), packs.shapes(), ids=packs.name)
-def test_linear_is_the_product(path: str, kind: TensorType, rows: int, cols: int) -> None:
+def test_linear_is_the_product(path: str, kind: packs.Kind, rows: int, cols: int) -> None:
     weight, values = packs.draw(kind, rows, cols, seed=1)
     x = packs.activations(3, cols)
     found = CpuBackend(1).linear(weight, x)
@@ -81,21 +94,22 @@ def test_the_switch_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("kind", packs.KINDS, ids=packs.name)
 def test_linear_does_not_depend_on_threads(
-    fast: None, kind: TensorType, threads: int, monkeypatch: pytest.MonkeyPatch
+    fast: None, kind: packs.Kind, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight, _ = packs.draw(kind, 101, 160, seed=2)
-    x = packs.activations(6, 160)
+    weight, _ = packs.draw(kind, 101, packs.columns(kind, 5), seed=2)
+    x = packs.activations(6, weight.cols)
     alone = CpuBackend(1).linear(weight, x)
     monkeypatch.setattr(workers, "SHARED_BYTES", 0)
     same_bits(CpuBackend(threads).linear(weight, x), alone)
 
 
-def test_each_slot_is_its_expert_alone(path: str) -> None:
-    experts = draw_experts(5, 96, 64)
-    x, ids = packs.activations(7, 64), draw_ids(7, 3, 5)
+@pytest.mark.parametrize("mixed", [False, True], ids=["one type", "mixed types"])
+def test_each_slot_is_its_expert_alone(path: str, mixed: bool) -> None:
+    experts = draw_mixed(128, 256) if mixed else draw_experts(5, 128, 256)
+    x, ids = packs.activations(7, 256), draw_ids(7, 3, len(experts))
     backend = CpuBackend(1)
     found = backend.experts(x, ids, experts, LIMIT)
-    assert found.shape == (7, 3, 64)
+    assert found.shape == (7, 3, 256)
     activate = reference.activate if path == "reference" else joined_activate
     for t in range(7):
         for k in range(3):
@@ -112,10 +126,11 @@ def joined_activate(gate: Array, up: Array, limit: float) -> Array:
 
 @pytest.mark.parametrize("kind", packs.KINDS, ids=packs.name)
 def test_experts_agree_with_the_numpy_path(
-    kind: TensorType, monkeypatch: pytest.MonkeyPatch
+    kind: packs.Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = draw_experts(4, 64, 96, kind)
-    x, ids = packs.activations(5, 96), draw_ids(5, 2, 4)
+    width, hidden = packs.columns(kind, 2), packs.columns(kind, 3)
+    experts = draw_experts(4, width, hidden, kind)
+    x, ids = packs.activations(5, hidden), draw_ids(5, 2, 4)
     backend = CpuBackend(1)
     monkeypatch.setenv("DS4Q_REFERENCE", "1")
     expected = backend.experts(x, ids, experts, LIMIT)
@@ -127,11 +142,12 @@ def test_experts_agree_with_the_numpy_path(
         np.testing.assert_allclose(found[t, k], expected[t, k], rtol=0, atol=2e-5 * scale)
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["one type", "mixed types"])
 def test_experts_do_not_depend_on_tokens_or_threads(
-    fast: None, monkeypatch: pytest.MonkeyPatch
+    fast: None, mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = draw_experts(6, 128, 96)
-    x, ids = packs.activations(9, 96), draw_ids(9, 4, 6)
+    experts = draw_mixed(128, 256) if mixed else draw_experts(6, 128, 256)
+    x, ids = packs.activations(9, 256), draw_ids(9, 4, len(experts))
     one = CpuBackend(1)
     together = one.experts(x, ids, experts, LIMIT)
     for t in range(9):
@@ -202,26 +218,28 @@ def test_wrong_ids_are_refused(path: str) -> None:
         )
 
 
-def test_experts_that_differ_are_refused(path: str) -> None:
+def test_experts_of_another_shape_are_refused(path: str) -> None:
     experts = [draw_experts(1, 64, 32)[0], draw_experts(1, 96, 32)[0]]
     check_refused(
         WeightError,
         lambda: CpuBackend(1).experts(packs.activations(1, 32), np.array([[0, 1]]), experts, LIMIT),
-        says=["expert 1", "gate HFP4G32 64 x 32", "gate HFP4G32 96 x 32"],
+        says=["expert 1", "expected gate 64 x 32", "found gate 96 x 32"],
     )
 
 
 def test_a_type_without_a_kernel_is_refused_by_name(path: str) -> None:
     weight = Weight(TIDI32.id, 32, 32, np.zeros(4096, dtype=np.uint8))
     x = packs.activations(1, 32)
-    says = ["expected one of HFP4G32, Q8F16, BF16, F16, F32", "found TidI32"]
+    says = ["expected one of HFP4G32, Q8F16, BF16, F16, F32, ROCmFP4, ", "found TidI32"]
     check_refused(BackendTypeError, lambda: CpuBackend(1).linear(weight, x), says=says)
-    expert = Expert(weight, weight, weight)
-    check_refused(
-        BackendTypeError,
-        lambda: CpuBackend(1).experts(x, np.array([[0]]), [expert], LIMIT),
-        says=says,
-    )
+    good, _ = packs.draw(F32, 32, 32, seed=1)
+    sound = Expert(good, good, good)
+    for expert in (Expert(weight, weight, good), Expert(good, good, weight)):
+        check_refused(
+            BackendTypeError,
+            functools.partial(CpuBackend(1).experts, x, np.array([[0, 1]]), [sound, expert], LIMIT),
+            says=says,
+        )
 
 
 def test_every_kind_of_call_shares_one_compiled_kernel(
@@ -229,8 +247,8 @@ def test_every_kind_of_call_shares_one_compiled_kernel(
 ) -> None:
     """A second specialisation would be compiled for seconds in the middle of a run."""
     monkeypatch.setattr(workers, "SHARED_BYTES", 0)
-    experts = draw_experts(3, 64, 32)
-    x = packs.activations(4, 32)
+    experts = draw_mixed(128, 128)
+    x = packs.activations(4, 128)
     frozen = x.copy()
     frozen.setflags(write=False)
     expected = CpuBackend(1).linear(experts[0].gate, x)
@@ -238,7 +256,7 @@ def test_every_kind_of_call_shares_one_compiled_kernel(
         for backend in (CpuBackend(1), CpuBackend(2)):
             same_bits(backend.linear(experts[0].gate, view), expected)
             for kind in (np.int32, np.int64):
-                backend.experts(view, draw_ids(4, 2, 3).astype(kind), experts, 10)
+                backend.experts(view, draw_ids(4, 2, 9).astype(kind), experts, 10)
     for kernel in (kernels.multiply, kernels.multiply_rows, kernels.feed_forward):
         compiled: Any = kernel
         assert len(compiled.signatures) == 1, compiled.signatures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4q.artifact.types import BF16, F16, F32, HFP4G32, TensorType
+from ds4q.artifact.types import BF16, F16, F32, HFP4G32, ROCMFP3, ROCMFP4_FAST, ROCMFP8, TensorType
 from ds4q.runtime.backend import Weight, kernels, reference
 from tests.checks import same_bits
 from tests.runtime.backend import packs
@@ -26,12 +27,12 @@ Array = npt.NDArray[Any]
 
 def product(weight: Weight, x: Array) -> Array:
     out = np.full((len(x), weight.rows), np.nan, dtype=np.float32)
-    kernels.multiply(weight.type_id, weight.address, weight.rows, weight.row_bytes, x, out)
+    kernels.multiply(np.array([weight.matrix]), weight.rows, x, out)
     return out
 
 
 @pytest.mark.parametrize(("kind", "rows", "cols"), packs.shapes(), ids=packs.name)
-def test_products_are_those_of_float64(kind: TensorType, rows: int, cols: int) -> None:
+def test_products_are_those_of_float64(kind: packs.Kind, rows: int, cols: int) -> None:
     weight, values = packs.draw(kind, rows, cols, seed=1)
     x = packs.activations(6, cols)
     packs.check_close(product(weight, x), values, x)
@@ -46,10 +47,10 @@ def test_products_are_those_of_float64(kind: TensorType, rows: int, cols: int) -
     seed=st.integers(0, 1 << 30),
 )
 def test_a_row_does_not_depend_on_the_other_tokens(
-    kind: TensorType, rows: int, blocks: int, tokens: int, seed: int
+    kind: packs.Kind, rows: int, blocks: int, tokens: int, seed: int
 ) -> None:
-    weight, values = packs.draw(kind, rows, 32 * blocks, seed)
-    x = packs.activations(tokens, 32 * blocks, seed)
+    weight, values = packs.draw(kind, rows, packs.columns(kind, blocks), seed)
+    x = packs.activations(tokens, weight.cols, seed)
     together = product(weight, x)
     packs.check_close(together, values, x)
     alone = np.concatenate([product(weight, x[t : t + 1]) for t in range(tokens)])
@@ -117,37 +118,59 @@ def test_every_8_bit_code_under_odd_scales_is_exact() -> None:
     same_bits(unit_products(weight) + 0.0, values.astype(np.float32) + 0.0)
 
 
+@pytest.mark.parametrize("kind", packs.LOSSY, ids=packs.name)
+def test_every_code_under_every_pair_of_scale_bytes_is_exact(kind: packs.Kind) -> None:
+    """All bytes, legal or not, first with themselves and then with others in the second half."""
+    table, _ = packs.parts(kind)
+    rng = np.random.default_rng(table.id)
+    blocks = rng.integers(0, 256, (128, 16, table.block_bytes), dtype=np.uint8)
+    scales = np.arange(2048).reshape(128, 16).astype(np.uint8)
+    blocks[:, :, -1] = scales
+    if table not in (ROCMFP4_FAST, ROCMFP8):
+        blocks[:, :, -2] = scales
+        blocks[64:, :, -2] += rng.integers(0, 256, (64, 16), dtype=np.uint8)
+    weight, values = packs.rocmfpx(kind, blocks)
+    expected = values.astype(np.float32)
+    np.testing.assert_array_equal(expected, values)  # float32 holds every value
+    same_bits(unit_products(weight) + 0.0, expected + 0.0)
+
+
 def test_a_type_without_a_case_gives_nan() -> None:
     weight, _ = packs.draw(F32, 2, 32, seed=3)
     out = np.zeros((1, 2), dtype=np.float32)
     x = packs.activations(1, 32)
-    kernels.multiply(99, weight.address, 2, weight.row_bytes, x, out)
+    kernels.multiply(np.array([[weight.address, 0, 99, weight.row_bytes]]), 2, x, out)
     assert np.isnan(out).all()
 
 
 @pytest.mark.parametrize("kind", packs.KINDS, ids=packs.name)
-def test_rows_in_pieces_are_the_rows_of_one_call(kind: TensorType) -> None:
-    weight, _ = packs.draw(kind, 75, 96, seed=4)
-    x = packs.activations(5, 96)
+def test_rows_in_pieces_are_the_rows_of_one_call(kind: packs.Kind) -> None:
+    weight, _ = packs.draw(kind, 75, packs.columns(kind, 3), seed=4)
+    x = packs.activations(5, weight.cols)
     out = np.full((5, 75), np.nan, dtype=np.float32)
-    items = np.arange(5)
-    xs = kernels.spread(x, kind.id)
+    items, starts, matrices = np.arange(5), np.array([0, 5]), np.array([weight.matrix])
+    xs = kernels.spread(x, matrices)
     for lo, hi in ((0, 1), (1, 33), (33, 34), (34, 75)):
-        kernels.multiply_rows(
-            kind.id,
-            np.array([weight.address]),
-            np.array([0, 5]),
-            items,
-            items,
-            lo,
-            hi,
-            75,
-            weight.row_bytes,
-            xs,
-            out,
-        )
+        kernels.multiply_rows(matrices, starts, items, items, lo, hi, 75, xs, out)
         assert np.isnan(out[:, hi:]).all(), "rows of another piece were written"
     same_bits(out, product(weight, x))
+
+
+def test_matrices_of_every_type_are_multiplied_together() -> None:
+    """One call, and pieces that begin and end within any of them."""
+    rows, tokens = 21, 6
+    weights = [packs.draw(kind, rows, 256, seed=9)[0] for kind in packs.KINDS]
+    x = packs.activations(tokens, 256)
+    matrices = np.array([weight.matrix for weight in weights])
+    reads = np.tile(np.arange(tokens), len(weights))
+    writes = np.arange(len(reads))
+    starts = np.arange(0, len(reads) + 1, tokens)
+    xs = kernels.spread(x, matrices)
+    out = np.full((len(reads), rows), np.nan, dtype=np.float32)
+    cuts = [0, 5, 30, 31, 100, rows * len(weights)]
+    for lo, hi in itertools.pairwise(cuts):
+        kernels.multiply_rows(matrices, starts, reads, writes, lo, hi, rows, xs, out)
+    same_bits(out, np.concatenate([product(weight, x) for weight in weights]))
 
 
 @pytest.mark.parametrize("columns", [1, 32, 100, 4096])
@@ -155,10 +178,17 @@ def test_spread_activations_begin_on_a_cache_line(columns: int) -> None:
     x = packs.activations(3, columns)
     padded = np.pad(x, ((0, 0), (0, -columns % 32)))
     paired = padded.reshape(3, -1, 16, 2).transpose(0, 1, 3, 2).reshape(padded.shape)
-    for kind, expected in ((HFP4G32, paired), (BF16, paired), (F32, padded)):
-        found = kernels.spread(x, kind.id)
-        assert found.ctypes.data % 64 == 0
-        np.testing.assert_array_equal(found, expected)
+    none = padded[:0]
+    for kinds, expected in (
+        ([HFP4G32, BF16], (none, paired)),
+        ([F32], (padded, none)),
+        ([F32, BF16], (padded, paired)),
+        ([ROCMFP3, HFP4G32, F32], (padded, paired)),
+    ):
+        matrices = np.array([(0, 0, kind.id, 0) for kind in kinds])
+        for found, order in zip(kernels.spread(x, matrices), expected, strict=True):
+            assert found.ctypes.data % 64 == 0
+            np.testing.assert_array_equal(found, order)
 
 
 def test_activation_clamps_before_silu_and_keeps_nan() -> None:
@@ -180,9 +210,9 @@ VARIANTS = {
     },
     "portable": {"NUMBA_CPU_NAME": "generic"},
 }
-CHOICES = {  # permute, shuffle, half
-    "avx2": [False, True, True],
-    "portable": [False, False, False],
+CHOICES = {  # permute, octets, shuffle, half
+    "avx2": [False, True, True, True],
+    "portable": [False, False, False, False],
 }
 CHILD = Path(__file__).with_name("variant_child.py")
 
@@ -200,6 +230,7 @@ def run_child(folder: Path, variant: str, cache: Path) -> dict[str, Any]:
         **{name: value for name, value in os.environ.items() if not name.startswith("NUMBA_CPU")},
         **VARIANTS[variant],
         "NUMBA_CACHE_DIR": str(cache),
+        "DS4Q_REFERENCE": "1",  # codecs that make level tables need not be compiled
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
@@ -221,12 +252,12 @@ def test_each_cpu_variant_computes_within_its_own_bytes(variant: str, tmp_path: 
         pytest.skip(f"this CPU lacks {variant}")
     first = run_child(tmp_path, variant, tmp_path / "cache")
     if variant != "host":
-        portable_half = CHOICES[variant][2] or not first["x86"]
-        assert first["cpu"] == [*CHOICES[variant][:2], portable_half]
+        portable_half = CHOICES[variant][3] or not first["x86"]
+        assert first["cpu"] == [*CHOICES[variant][:3], portable_half]
     for kind in packs.KINDS:
-        weight, values = packs.draw(kind, 37, 160, seed=5)
-        x = packs.activations(6, 160)
-        found = np.load(tmp_path / f"{kind.name}.npy")
+        weight, values = packs.draw(kind, 37, packs.columns(kind, 5), seed=5)
+        x = packs.activations(6, weight.cols)
+        found = np.load(tmp_path / f"{packs.name(kind)}.npy")
         packs.check_close(found, values, x)
         if variant == "host":
             same_bits(found, product(weight, x))

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from ds4q.artifact.types import HFP4G32, TensorType
+from ds4q.artifact.types import HFP4G32
 from ds4q.runtime.backend import Weight, reference
 from ds4q.runtime.backend.cpu import CpuBackend
 from tests.checks import same_bits
@@ -15,7 +15,7 @@ from tests.runtime.backend import packs
 
 
 @pytest.mark.parametrize(("kind", "rows", "cols"), packs.shapes(), ids=packs.name)
-def test_decode_gives_the_exact_values(kind: TensorType, rows: int, cols: int) -> None:
+def test_decode_gives_the_exact_values(kind: packs.Kind, rows: int, cols: int) -> None:
     weight, values = packs.draw(kind, rows, cols, seed=7)
     np.testing.assert_array_equal(reference.decode(weight), values)
 

@@ -8,8 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds4q.artifact.errors import TensorTypeError
-from ds4q.artifact.types import BF16, F32, HFP4G32, Q8F16, TensorType
+from ds4q.artifact.errors import CodingError, TensorTypeError
+from ds4q.artifact.formats import Coding
+from ds4q.artifact.types import (
+    BF16,
+    F32,
+    HFP4G32,
+    Q8F16,
+    ROCMFP2,
+    ROCMFP2_MIX,
+    ROCMFP3_MIX,
+    ROCMFP6,
+    TensorType,
+)
 from ds4q.runtime.backend import Expert, Weight
 from ds4q.runtime.errors import WeightError
 from tests.checks import check_refused
@@ -22,6 +33,7 @@ def test_a_weight_keeps_its_bytes_and_knows_their_address() -> None:
     assert weight.data is data
     assert weight.row_bytes == 33
     assert weight.address == data.ctypes.data
+    assert weight.matrix == (data.ctypes.data, 0, HFP4G32.id, 33)
 
 
 def test_a_part_of_a_payload_is_a_weight() -> None:
@@ -68,11 +80,44 @@ def test_an_unknown_type_number_is_refused() -> None:
     check_refused(TensorTypeError, lambda: Weight(99, 1, 32, np.zeros(33, dtype=np.uint8)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "coding", "says"),
+    [
+        (ROCMFP2_MIX, None, "mix-unregistered"),
+        (ROCMFP3_MIX, None, "mix-unregistered"),
+        (ROCMFP3_MIX, "dual", "mix-unregistered"),
+        (ROCMFP3_MIX, packs.TWO_BIT, "mix-table-format"),
+        (ROCMFP2, None, "variant-missing"),
+        (ROCMFP2, packs.TWO_BIT, "variant-missing"),
+        (ROCMFP2, "zero", "variant-unknown"),
+        (ROCMFP6, None, "variant-missing"),
+        (ROCMFP6, "dual", "variant-unknown"),
+    ],
+    ids=packs.name,
+)
+def test_bytes_without_their_coding_are_refused(
+    kind: TensorType, coding: Coding | None, says: str
+) -> None:
+    """Never the fixed levels, another mode or another variant in its place."""
+    data = np.zeros(kind.payload_bytes((2, 128)), dtype=np.uint8)
+    check_refused(CodingError, lambda: Weight(kind.id, 2, 128, data, coding), says=[says])
+
+
+def test_a_weight_holds_its_level_table_for_the_kernels() -> None:
+    weight, _ = packs.draw((ROCMFP3_MIX, packs.THREE_BIT), 2, 64, seed=1)
+    assert weight.levels is not None
+    at = weight.levels.ctypes.data
+    assert weight.matrix == (weight.data.ctypes.data, at, ROCMFP3_MIX.id, 28)
+
+
 def test_matrices_of_an_expert_must_fit_each_other() -> None:
     def make(rows: int, cols: int) -> Weight:
         return packs.draw(HFP4G32, rows, cols, seed=1)[0]
 
-    Expert(make(64, 32), make(64, 32), make(32, 64))
+    expert = Expert(make(64, 32), make(64, 32), make(32, 64))
+    each = (expert.gate, expert.up, expert.down)
+    assert expert.matrices == sum((w.matrix for w in each), ())
+    assert expert.nbytes == 2 * 64 * 33 + 32 * 50
     check_refused(
         WeightError,
         lambda: Expert(make(64, 32), make(96, 32), make(32, 64)),

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from numba.core.registry import cpu_target
 
 from ds4q.artifact.types import F16
-from ds4q.runtime.backend import Weight, kernels
+from ds4q.runtime.backend import Weight, kernels, vectors
 from tests.runtime.backend import packs
 
 Array = npt.NDArray[Any]
@@ -36,21 +36,22 @@ def at_the_end(weight: Weight) -> Weight:
         raise OSError(ctypes.get_errno(), "mprotect")
     data = memory[pages * mmap.PAGESIZE - size : pages * mmap.PAGESIZE]
     data[:] = weight.data
-    return Weight(weight.type_id, weight.rows, weight.cols, data)
+    return Weight(weight.type_id, weight.rows, weight.cols, data, weight.coding)
 
 
 def product(weight: Weight, x: Array) -> Array:
     guarded = at_the_end(weight)
     out = np.full((len(x), weight.rows), np.nan, dtype=np.float32)
-    kernels.multiply(guarded.type_id, guarded.address, guarded.rows, guarded.row_bytes, x, out)
+    kernels.multiply(np.array([guarded.matrix]), guarded.rows, x, out)
     return out
 
 
 def main(folder: Path) -> None:
-    results = {
-        kind.name: product(packs.draw(kind, 37, 160, seed=5)[0], packs.activations(6, 160))
-        for kind in packs.KINDS
-    }
+    results = {}
+    for kind in packs.KINDS:
+        cols = packs.columns(kind, 5)
+        weight = packs.draw(kind, 37, cols, seed=5)[0]
+        results[packs.name(kind)] = product(weight, packs.activations(6, cols))
     tail = packs.draw(F16, 5, 39, seed=6)[0]
     results["tail"] = product(tail, packs.activations(5, 39))
     scales = np.arange(255, dtype=np.uint8).reshape(255, 1)
@@ -66,7 +67,7 @@ def main(folder: Path) -> None:
     context = cpu_target.target_context
     dispatcher: Any = kernels.multiply
     report = {
-        "cpu": list(kernels.cpu_of(context)),
+        "cpu": list(vectors.cpu_of(context)),
         "x86": context.codegen().magic_tuple()[0].startswith("x86_64"),
         "compiled": sum(dispatcher.stats.cache_misses.values()) > 0,
         "digest": hashlib.sha256(b"".join(r.tobytes() for r in results.values())).hexdigest(),

@@ -1,4 +1,4 @@
-"""Resident experts: the right matrix in the right place, one buffer a layer, one type a role."""
+"""Resident experts: the right matrix in the right place, one buffer a layer, any mix of types."""
 
 from __future__ import annotations
 
@@ -54,15 +54,24 @@ def test_experts_are_in_their_places() -> None:
             assert (weight.rows, weight.cols) == ((256, 128) if role == "w2" else (128, 256))
 
 
-@pytest.mark.parametrize("role", ["w1", "w2", "w3"])
-def test_mixed_types_in_a_layer_are_refused(role: str) -> None:
+def test_experts_of_a_layer_may_differ_in_type() -> None:
+    odd = "layers.2.ffn.experts.7.w2.weight"
+    experts = ResidentExperts(CONFIG, Source(odd)).get(2, np.array([7]))
+    assert [experts[e].down.type_id for e in (6, 7, 8)] == [BF16.id, F32.id, BF16.id]
+    assert experts[7].gate.type_id == BF16.id
+
+
+@pytest.mark.parametrize(
+    ("role", "expected", "found"), [("w1", "F32", "BF16"), ("w3", "BF16", "F32")]
+)
+def test_gate_and_up_of_two_types_are_refused(role: str, expected: str, found: str) -> None:
     odd = f"layers.2.ffn.experts.7.{role}.weight"
     check_refused(
         ModelTensorError,
         lambda: ResidentExperts(CONFIG, Source(odd), path="m.hfq"),
         path="m.hfq",
-        tensor=odd,
-        says=["expected BF16", "found F32"],
+        tensor="layers.2.ffn.experts.7.w3.weight",
+        says=[f"expected {expected}", f"found {found}"],
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ds4q.artifact.types import BF16
+from ds4q.artifact.types import BF16, ROCMFP2
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.kv import LayerCache
@@ -115,6 +115,12 @@ def test_row_groups_share_the_bytes() -> None:
     groups = attention.row_groups(weight, 3)
     assert [(g.rows, g.cols) for g in groups] == [(2, 32)] * 3
     assert [g.address - weight.address for g in groups] == [0, 128, 256]
+
+
+def test_row_groups_are_read_as_the_whole() -> None:
+    data = np.zeros(ROCMFP2.payload_bytes((6, 128)), dtype=np.uint8)
+    groups = attention.row_groups(Weight(ROCMFP2.id, 6, 128, data, "sign"), 2)
+    assert [g.coding for g in groups] == ["sign", "sign"]
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
