@@ -302,4 +302,10 @@ REFUSED: dict[str, tuple[str, Mixed, str | None, str]] = {
         f"{PREFIX}.0.w2.weight",
         "no tensor of type 105",
     ),
+    "row of a tensor of the other mixed type": (
+        "mix-row-unmapped",
+        swapped(retyped("0.w2", 106), DOWN, p4mix(in_=K_IN)),
+        f"{PREFIX}.0.w2.weight",
+        "no tensor of type 105",
+    ),
 }
