@@ -35,7 +35,6 @@ SPREAD = 0.52  # root mean square / largest magnitude, below which a half is in 
 LLOYD_STEPS = 24
 MIN_NORMAL = 0x0080  # bf16, the smallest number that a level may be moved to from 0
 SIGN = 0x8000
-HALF_BIN = np.float32(0.5)
 
 Words = list[int]  # bf16 patterns
 
@@ -50,7 +49,9 @@ class FittedBooks(NamedTuple):
 def _bins(ratios: F32Array) -> npt.NDArray[np.intp]:
     """The bins of numbers in [-1, 1], rounded half away from zero."""
     at = (ratios + np.float32(1)) * np.float32(0.5) * np.float32(STEPS)
-    return np.floor(at).astype(np.intp) + (at - np.floor(at) >= HALF_BIN)
+    below = np.floor(at)
+    found: npt.NDArray[np.intp] = np.where(at - below >= np.float32(0.5), below + 1, below)
+    return found.astype(np.intp)
 
 
 def add_values(values: F32Array, importance: F32Array, histograms: F64Array) -> int:
@@ -60,21 +61,20 @@ def add_values(values: F32Array, importance: F32Array, histograms: F64Array) -> 
     of no use then.
     """
     x = values.reshape(-1, HALF)
-    largest = np.abs(x).max(axis=1)
+    largest = np.abs(x).max(axis=1, keepdims=True)
     bad = np.flatnonzero(~np.isfinite(largest))
     if bad.size:
         return int(bad[0])
-    histograms[0, CENTRE] += HALF * np.count_nonzero(largest == 0)
-    some = largest > 0
-    x, largest = x[some], largest[some]
+    zero = largest == 0
+    divisor = np.where(zero, np.float32(1), largest)
     wide = x.astype(np.float64)
-    squares = np.cumsum(wide * wide, axis=1)[:, -1]  # in index order
-    spread = np.sqrt(squares / HALF) / largest
-    population = np.where(spread < SPREAD, 0, 1)
-    weights = np.broadcast_to(importance, values.shape).reshape(-1, HALF)[some]
+    squares = np.cumsum(wide * wide, axis=1)[:, -1:]  # in index order
+    population = np.where(np.sqrt(squares / HALF) / divisor < SPREAD, 0, 1)
+    weights = np.broadcast_to(importance, values.shape).reshape(-1, HALF).astype(np.float64)
+    # A half of zeros adds 16, whatever its columns weigh.
+    weights = np.where(zero, np.eye(1, HALF) * HALF, weights)
     # add.at goes in order, so that each bin's sum is that of a loop over the rows.
-    at = population[:, None], _bins(np.clip(x / largest[:, None], -1, 1))
-    np.add.at(histograms, at, weights.astype(np.float64))
+    np.add.at(histograms, (population, _bins(np.clip(x / divisor, -1, 1))), weights)
     return -1
 
 
@@ -108,7 +108,7 @@ def _add_fast(codes: U8, scales: U8, importance: F32Array, histograms: F64Array)
                 m = max(m, low & 7, high & 7)
                 total += _SQUARES[low] + _SQUARES[high]
             if not _FINITE[scales[r, h >> 1], m]:
-                return 2 * blocks * r + h
+                return int(2 * blocks * r + h)
             if m == 0:
                 histograms[0, CENTRE] += HALF
                 continue
@@ -192,7 +192,8 @@ def lloyd(histogram: F64Array, levels: int) -> F32Array:
         full = masses > 0
         centres[full] = (moments[full] / masses[full]).astype(np.float32)
         centres.sort()
-    return centres
+    result: F32Array = centres
+    return result
 
 
 def to_bf16(levels: F32Array) -> tuple[Words, int]:
