@@ -74,10 +74,8 @@ def _find_reference(rule: int, x: F32Array, weights: F32Array) -> tuple[U8, F32A
     if len(x) > CACHED_GROUPS:
         runs = range(0, len(x), CACHED_GROUPS)
         cuts = [slice(first, first + CACHED_GROUPS) for first in runs]
-        found_of, best_of = zip(
-            *(_find_reference(rule, x[c], weights[c]) for c in cuts), strict=True
-        )
-        return np.concatenate(found_of), np.concatenate(best_of)
+        parts = [_find_reference(rule, x[cut], weights[cut]) for cut in cuts]
+        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     best = np.full(len(x), np.inf, dtype=np.float32)
     found = np.zeros(len(x), dtype=np.uint8)
     levels = LEVELS[rule]
@@ -106,16 +104,16 @@ def _search_reference(
     largest = np.abs(x).max(axis=1)
     lost = (largest > 0) & ~weights.any(axis=1)
     weights[lost] = 1
-    found, error = _find_reference(DUAL if rule == SIGN else rule, x, weights)
+    found = nearest(largest / TOPS[rule])
+    error = np.zeros(len(x), dtype=np.float32)
+    searched = np.full(len(x), rule != FP8) | (weighted & ~lost)
+    inner = DUAL if rule == SIGN else rule
+    found[searched], error[searched] = _find_reference(inner, x[searched], weights[searched])
     mirrored = np.zeros(len(x), dtype=np.bool_)
     if rule == SIGN:
         other, other_error = _find_reference(DUAL, -x, weights)
         mirrored = other_error < error
         found, error = np.where(mirrored, other, found), np.minimum(error, other_error)
-    if rule == FP8:
-        plain = lost | (not weighted)
-        found[plain] = nearest(largest[plain] / TOPS[FP8])
-        error[plain] = 0
     found[largest == 0] = 0
     inverse = np.where(found > 0, INVERSES[PAD + found.astype(np.intp)], np.float32(0))
     with np.errstate(over="ignore"):
