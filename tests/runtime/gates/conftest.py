@@ -1,14 +1,12 @@
-"""Owns ds4-tiny as whole artifacts that gates accept: lossless, with rounded dense, damaged."""
+"""Owns ds4-tiny as whole artifacts that gates accept: lossless, and with rounded dense tensors."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check, Report
 from ds4q.artifact.types import Q8F16
 from ds4q.runtime.gates import Gate, Surroundings
@@ -44,21 +42,6 @@ def lossless(made: Made) -> Path:
 def rounded(made: Made) -> Path:
     """ds4-tiny with dense matrices in Q8F16."""
     return made(artifacts.pack(TINY, Q8F16), recipe="fp4-q8")
-
-
-@pytest.fixture(scope="session")
-def damaged(made: Made, lossless: Path) -> Path:
-    """ds4-tiny with the codes of one expert in four replaced by noise: it no longer copies well."""
-    noise, tensors = np.random.default_rng(1), {}
-    for name, (kind, shape, payload) in artifacts.pack(TINY).items():
-        if ".experts.0." in name or ".experts.5." in name or ".experts.10." in name:
-            rows = payload.reshape(shape[0], -1).copy()
-            blocks = rows[:, 16:].reshape(shape[0], -1, 17)
-            blocks[:, :, 1:] = noise.integers(0, 256, blocks[:, :, 1:].shape, np.uint8)
-            tensors[name] = kind, shape, rows.reshape(-1)
-    with Reader(lossless) as reader:
-        assert tensors.keys() < reader.tensors.keys()
-    return made(tensors, recipe="damaged")
 
 
 @pytest.fixture

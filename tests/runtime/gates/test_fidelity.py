@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ds4q import api
+from ds4q.artifact.formats import MixRow
+from ds4q.artifact.hfq import HEADER_BYTES, Reader
+from ds4q.artifact.metadata import seal
+from ds4q.artifact.tables import Table, mix_index_sha256, table_name
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.gates import Fidelity, fidelity, pair
 from ds4q.runtime.gates.asking import Asker
 from ds4q.runtime.gates.identifiers import identifiers
-from tests.runtime.gates.tiny import Made, Measure
+from tests.runtime.gates.tiny import TINY, Made, Measure
 
 SEED = 20260805
 
 
-def test_the_lossless_artifact_copies_all(lossless: Path, measure: Measure) -> None:
+def test_the_lossless_artifact_copies_all_in_three_ways(
+    lossless: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[tuple[int, int]] = []
+    asked: list[str] = []
     told: list[str] = []
-    check = measure(Fidelity(lossless), lossless, tell=told.append)
+    load, ask = Engine.load, Asker.ask
+
+    def note_load(path: Any, **options: Any) -> Engine:
+        loads.append((options["threads"], options["batch_tokens"]))
+        return load(path, **options)
+
+    def note_ask(self: Asker, question: str) -> str:
+        asked.append(question)
+        return ask(self, question)
+
+    monkeypatch.setattr(pair.Engine, "load", note_load)
+    monkeypatch.setattr(Asker, "ask", note_ask)
+    check = measure(Fidelity(lossless), lossless, threads=2, tell=told.append)
     assert check.ok
     figures = check.figures
     assert (figures["exact"], figures["of"]) == (60, 60)
@@ -30,6 +56,13 @@ def test_the_lossless_artifact_copies_all(lossless: Path, measure: Measure) -> N
     assert figures["drawn"] == 21
     assert [note.partition(" ")[0] for note in check.notes] == list(figures["repeats"])
     assert told == ["fidelity: asking a fresh process for 20 identifiers"]
+    # The reference, then two loads here; the fresh process loads and asks elsewhere.
+    assert loads == [(2, 256), (2, 256), (1, 7)]
+    after_another, other_batches = asked[21:61], asked[61:]
+    assert len(other_batches) == 20
+    assert after_another[1::2] == other_batches
+    assert all(a != b for a, b in zip(after_another[::2], other_batches, strict=True))
+    assert sorted(after_another[::2]) == sorted(other_batches)
 
 
 def test_only_what_the_reference_copies_is_asked(lossless: Path) -> None:
@@ -40,23 +73,6 @@ def test_only_what_the_reference_copies_is_asked(lossless: Path) -> None:
     model = pair.Model.read(lossless)
     assert fidelity._choose(model, SEED, pair.Surroundings()) == (copied, 21)
     assert len(copied) == 20
-
-
-def test_a_damaged_artifact_copies_fewer(lossless: Path, damaged: Path, measure: Measure) -> None:
-    check = measure(Fidelity(lossless), damaged)
-    assert not check.ok
-    exact = check.figures["exact"]
-    assert exact < 50
-    assert check.figures["of"] == 60
-    too_few, *misses = check.failures
-    assert (too_few.message, too_few.expected) == ("too few exact copies", "60 of 60")
-    assert too_few.found == str(exact)
-    assert len(misses) == 60 - exact
-    drawn = set(itertools.islice(identifiers(SEED), 21))
-    for miss in misses:
-        assert miss.message.startswith("not copied verbatim (")
-        assert miss.expected in drawn
-        assert miss.found != miss.expected
 
 
 @pytest.mark.parametrize(("least", "ok"), [(None, False), (59, False), (58, True), (60, False)])
@@ -82,34 +98,56 @@ def test_fewer_pass_only_on_demand(
     assert len([line for line in lines if "not copied verbatim (after-another)" in line]) == 2
 
 
-def test_each_repeat_is_another_way_to_run(
-    lossless: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+# ---------------------------------------------------------------- one damaged book
+
+
+def damage_book(path: Path, layer: int, projection: str, expert: int) -> None:
+    """Make the first book's levels of one expert eight times as large, and all digests right."""
+    with Reader(path) as reader:
+        entry = reader.entry(table_name(layer, projection))
+        metadata = json.loads(reader.metadata_raw)
+    index = metadata["rocmfpx"]["mix_tables"]
+    (item,) = (item for item in index if item["table"] == entry.name)
+    raw = bytearray(path.read_bytes())
+    payload = slice(entry.offset, entry.offset + entry.nbytes)
+    table = Table.decode(bytes(raw[payload]), item["qtype"], mixed=set(item["rows"].values()))
+    books = np.frombuffer(table.row(expert).books, "<u2").reshape(2, -1).copy()
+    books[0] += 3 << 7  # the exponent of bf16
+    rows = list(table.rows)
+    rows[expert] = MixRow(1, books.tobytes())
+    raw[payload] = replace(table, rows=tuple(rows)).encode()
+    item["sha256"] = hashlib.sha256(raw[payload]).hexdigest()
+    metadata["rocmfpx"]["mix_index_sha256"] = mix_index_sha256(index)
+    front = seal(metadata)
+    raw[HEADER_BYTES : HEADER_BYTES + len(front)] = front
+    path.write_bytes(raw)
+
+
+def test_one_damaged_book_of_a_mixed_artifact_costs_copies(
+    tiny_artifact: Path, tmp_path: Path, measure: Measure
 ) -> None:
-    loads: list[dict[str, Any]] = []
-    asked: list[str] = []
-    load, ask = Engine.load, Asker.ask
-
-    def note_load(path: Any, **options: Any) -> Engine:
-        loads.append({key: options[key] for key in ("threads", "batch_tokens")})
-        return load(path, **options)
-
-    def note_ask(self: Asker, question: str) -> str:
-        asked.append(question)
-        return ask(self, question)
-
-    monkeypatch.setattr(pair.Engine, "load", note_load)
-    monkeypatch.setattr(Asker, "ask", note_ask)
-    assert measure(Fidelity(lossless), lossless, threads=2).ok
-    assert loads == [
-        {"threads": 2, "batch_tokens": 256},  # the reference
-        {"threads": 2, "batch_tokens": 256},
-        {"threads": 1, "batch_tokens": 7},
-    ]
-    after_another, other = asked[21:61], asked[61:]
-    assert len(other) == 20  # and the 20 of the fresh process are asked elsewhere
-    assert after_another[1::2] == other
-    assert all(a != b for a, b in zip(after_another[::2], other, strict=True))
-    assert sorted(after_another[::2]) == sorted(other)
+    """One of 384 books is wrong, and everything in the file agrees with it."""
+    sound, damaged = tmp_path / "mix.hfq", tmp_path / "elsewhere" / "damaged.hfq"
+    damaged.parent.mkdir()  # the receipt would tell
+    api.quantize(TINY, sound, recipe="mix", warn=lambda text: None)
+    shutil.copy(sound, damaged)
+    damage_book(damaged, 0, "w2", 3)
+    assert api.verify(damaged).failure_lines() == []
+    before, after = (
+        measure(Fidelity(tiny_artifact, min_exact=60), path) for path in (sound, damaged)
+    )
+    assert before.figures["exact"] >= 50
+    assert after.figures["exact"] <= before.figures["exact"] - 15
+    assert not after.ok
+    too_few, *misses = after.failures
+    assert (too_few.message, too_few.expected) == ("too few exact copies", "60 of 60")
+    assert too_few.found == str(after.figures["exact"])
+    assert len(misses) == 60 - after.figures["exact"]
+    drawn = set(itertools.islice(identifiers(SEED), 21))
+    for miss in misses:
+        assert miss.message.startswith("not copied verbatim (")
+        assert miss.expected in drawn
+        assert miss.found != miss.expected
 
 
 # ---------------------------------------------------------------- refusals
