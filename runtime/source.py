@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ds4q.artifact.codings import Codings
 from ds4q.artifact.formats import Codec
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.artifact.types import RAW, TIDI32, check_entry, type_of
+from ds4q.artifact.types import TIDI32, check_entry, type_of
 from ds4q.runtime.backend.decoders import FORMATS
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.errors import BackendTypeError, ModelTensorError
@@ -63,12 +63,9 @@ class ArtifactSource:
     def values(self, name: str, *shape: int) -> F32:
         """A small tensor of any decodable float type, read and decoded now."""
         entry = self._entry(name, shape)
-        if entry.type_id in (TIDI32.id, RAW.id):
+        if entry.type_id == TIDI32.id:
             raise ModelTensorError(
-                "ids or bytes where numbers belong",
-                path=self._reader.path,
-                tensor=name,
-                found=type_of(entry.type_id).name,
+                "ids where numbers belong", path=self._reader.path, tensor=name, found=TIDI32.name
             )
         return np.ascontiguousarray(self._decoded(entry), dtype=np.float32)
 

@@ -13,11 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4q.artifact.errors import TruncatedError
+from ds4q.artifact.errors import CodingError, TruncatedError
 from ds4q.artifact.fastpath import reference_wanted
 from ds4q.artifact.formats import codec_for
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.types import F16, F32, HFP4G32, Q8F16, TIDI32, TYPES, TensorType
+from ds4q.artifact.types import (
+    BF16,
+    F16,
+    F32,
+    HFP4G32,
+    Q8F16,
+    ROCMFP6,
+    ROCMFP8,
+    TIDI32,
+    TYPES,
+    TensorType,
+)
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import (
     BackendTypeError,
@@ -27,7 +38,8 @@ from ds4q.runtime.errors import (
     RunError,
     TokenError,
 )
-from tests.checks import check_refused
+from tests.checks import check_refused, same_bits
+from tests.runtime import mixed
 from tests.runtime.artifacts import DATA, Packed, config_of, pack, write
 
 RANDOM = DATA / "ds4-random"
@@ -345,8 +357,101 @@ def test_dense_types_of_other_recipes_run(
     assert np.abs(logits[0] - whole[:40]).max() > 1e-3  # the rounding is really in there
 
 
+@pytest.mark.parametrize(("kind", "coding"), [(ROCMFP8, None), (ROCMFP6, "neg32")])
+def test_dense_matrices_of_rocmfpx_types_run(
+    tmp_path: Path,
+    tensors: dict[str, Packed],
+    whole: F32Array,
+    kind: TensorType,
+    coding: str | None,
+) -> None:
+    made, plain, codec = dict(tensors), dict(tensors), codec_for(kind.id, coding)
+    for name, (source, shape, payload) in tensors.items():
+        if name.endswith(".weight") and len(shape) == 2 and source in (BF16, F32):
+            made[name] = kind, shape, codec.encode(codec_for(source.id).decode(payload, shape))
+            values = codec.decode(made[name][2], shape)
+            plain[name] = F32, shape, codec_for(F32.id).encode(values)
+    assert made["embed.weight"][0] is made["layers.0.attn.wo_a.weight"][0] is kind
+    metadata = {"spec": 1, "calibration": "absmax"} | ({"fp6_code32": coding} if coding else {})
+    path = write(tmp_path / "m.hfq", config_of(RANDOM), made, rocmfpx=metadata)
+    logits = []
+    for file in (path, write(tmp_path / "plain.hfq", config_of(RANDOM), plain)):
+        engine = Engine.load(file, threads=2)
+        logits.append(engine.forward(engine.new_state(), PROMPT[:40], "all"))
+    assert np.abs(logits[0] - logits[1]).max() < 2e-4
+    assert np.abs(logits[0] - whole[:40]).max() > 1e-3
+
+
 def test_expert_type_without_a_kernel_is_refused(
     tmp_path: Path, tensors: dict[str, Packed]
 ) -> None:
     name = "layers.4.ffn.experts.0.w1.weight"
     check_load(tmp_path, tensors, retyped(name, TYPES[24]), BackendTypeError, tensor=name)
+
+
+@pytest.mark.parametrize(("variant", "code32"), [("affine", "neg32"), ("sign", "zero")])
+def test_experts_of_all_types_run_in_one_layer(
+    tmp_path: Path, tensors: dict[str, Packed], whole: F32Array, variant: str, code32: str
+) -> None:
+    """As their decoded values do; and neither threads nor pieces show."""
+    made, plain, metadata = mixed.encode(tensors, variant, code32)
+    path = write(tmp_path / "mixed.hfq", config_of(RANDOM), made, rocmfpx=metadata)
+    other = write(tmp_path / "plain.hfq", config_of(RANDOM), plain)
+    engine = Engine.load(path, threads=2)
+    logits = engine.forward(engine.new_state(), PROMPT[:40], "all")
+    expected = Engine.load(other, threads=2)
+    same_values = expected.forward(expected.new_state(), PROMPT[:40], "all")
+    assert np.abs(logits - same_values).max() < 2e-4
+    assert np.abs(logits - whole[:40]).max() > 1e-3  # the rounding is really in there
+    if not reference_wanted():
+        same_bits(run_pieces(engine, list(range(41))), logits)
+        alone = Engine.load(path, threads=1)
+        same_bits(alone.forward(alone.new_state(), PROMPT[:40], "all"), logits)
+
+
+@pytest.fixture(scope="module")
+def remade(tensors: dict[str, Packed]) -> tuple[dict[str, Packed], dict[str, Any]]:
+    made, _, metadata = mixed.encode(tensors, "dual", "zero")
+    return made, metadata
+
+
+def lost_table(name: str) -> Callable[[dict[str, Packed], dict[str, Any]], None]:
+    def change(made: dict[str, Packed], metadata: dict[str, Any]) -> None:
+        del made[name]
+
+    return change
+
+
+def other_books(made: dict[str, Packed], metadata: dict[str, Any]) -> None:
+    name = "layers.2.ffn.experts.w2.mix_table"
+    kind, shape, payload = made[name]
+    other = payload.copy()
+    other[-1] ^= 1
+    made[name] = (kind, shape, other)
+
+
+def lost_variant(made: dict[str, Packed], metadata: dict[str, Any]) -> None:
+    del metadata["variant_107"]
+
+
+def lost_index(made: dict[str, Packed], metadata: dict[str, Any]) -> None:
+    del metadata["mix_tables"], metadata["mix_index_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lost_table("layers.3.ffn.experts.w1.mix_table"), "mix-table-missing"),
+        (other_books, "mix-table-digest"),
+        (lost_variant, "variant-missing"),
+        (lost_index, "mix-index"),
+    ],
+)
+def test_experts_without_their_tables_are_refused(
+    tmp_path: Path, remade: tuple[dict[str, Packed], dict[str, Any]], change: Any, says: str
+) -> None:
+    """Before anything else is read; no fixed levels take the place of missing ones."""
+    made, metadata = dict(remade[0]), dict(remade[1])
+    change(made, metadata)
+    path = write(tmp_path / "m.hfq", config_of(RANDOM), made, rocmfpx=metadata)
+    check_refused(CodingError, lambda: Engine.load(path, threads=1), path=path, says=[says])

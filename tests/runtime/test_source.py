@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds4q.artifact.errors import PayloadSizeError, PayloadValueError, TensorTypeError
+from ds4q.artifact.errors import (
+    CodingError,
+    PayloadSizeError,
+    PayloadValueError,
+    TensorTypeError,
+)
 from ds4q.artifact.formats import codec_for
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.types import BF16, F32, HFP4G32, Q8F16, TIDI32, TYPES, TensorType
+from ds4q.artifact.types import BF16, F32, HFP4G32, Q8F16, ROCMFP2, TIDI32, TYPES, TensorType
 from ds4q.runtime import source as source_module
+from ds4q.runtime.backend import reference
+from ds4q.runtime.backend.cpu import CpuBackend
 from ds4q.runtime.errors import BackendTypeError, ModelTensorError
 from ds4q.runtime.source import ArtifactSource
 from tests.checks import check_refused
@@ -94,6 +101,49 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     path, source = opened()
     check_refused(kind, lambda: call(source), path=path, tensor=tensor, says=says)
+
+
+def open_coded(folder: Path, **metadata: Any) -> tuple[Path, Packed]:
+    """An artifact of one 107 matrix of ordinary bytes."""
+    rows = np.random.default_rng(1).integers(0, 0x7F, ROCMFP2.payload_bytes((6, 128)), np.uint8)
+    tensor: Packed = (ROCMFP2, (6, 128), rows)
+    return write(folder / "m.hfq", {}, {"d": tensor}, rocmfpx={"spec": 1} | metadata), tensor
+
+
+@pytest.mark.parametrize("variant", ["dual", "affine", "s40", "sign"])
+def test_weights_are_read_as_the_artifact_says(tmp_path: Path, variant: str) -> None:
+    path, (kind, shape, payload) = open_coded(tmp_path, variant_107=variant)
+    values = codec_for(kind.id, variant).decode(payload, shape)
+    with Reader(path) as reader:
+        source = ArtifactSource(reader)
+        weight = source.matrix("d", *shape)
+        assert np.array_equal(source.values("d", *shape), values)
+        source.fill(None)
+    assert np.array_equal(reference.decode(weight), values)
+    assert np.array_equal(CpuBackend(1).linear(weight, np.eye(128, dtype=np.float32)).T, values)
+
+
+def test_weights_that_nothing_says_how_to_read_are_refused(tmp_path: Path) -> None:
+    path, _ = open_coded(tmp_path)
+    with Reader(path) as reader:
+        opening = lambda: ArtifactSource(reader)  # noqa: E731
+        check_refused(CodingError, opening, path=path, tensor="d", says=["variant-missing"])
+
+
+def test_a_bad_scale_byte_is_refused(tmp_path: Path) -> None:
+    path, (kind, shape, payload) = open_coded(tmp_path, variant_107="dual")
+    payload[4 * 40 + 18] = 0x7F  # row 4, second block, first half
+    write(path, {}, {"d": (kind, shape, payload)}, rocmfpx={"spec": 1, "variant_107": "dual"})
+    with Reader(path) as reader:
+        source = ArtifactSource(reader)
+        source.matrix("d", *shape)
+        check_refused(
+            PayloadValueError,
+            lambda: source.fill(None),
+            path=path,
+            tensor="d",
+            says=["scale-byte", "row 4"],
+        )
 
 
 def test_types_without_a_kernel_are_refused(opened: Any) -> None:
