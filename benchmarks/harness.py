@@ -105,9 +105,18 @@ class Recorder:
         self._load_before = load_average()
         print(f"{self._fixed['machine']}, commit {self._fixed['commit']}")
 
-    def add(self, measure: str, times: Times, unit: str, amount: float | None = None) -> None:
-        """One row: seconds times 1 as they are, or the rate ``amount`` per second."""
-        values = times.wall if amount is None else [amount / wall for wall in times.wall]
+    def add(
+        self,
+        measure: str,
+        times: Times,
+        unit: str,
+        amount: float | None = None,
+        *,
+        per_cpu: bool = False,
+    ) -> None:
+        """One row: wall or CPU seconds as they are, or the rate ``amount`` per such second."""
+        seconds = times.cpu if per_cpu else times.wall
+        values = seconds if amount is None else [amount / each for each in seconds]
         row: dict[str, object] = {
             "measure": measure,
             "n": len(values),

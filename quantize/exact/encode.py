@@ -24,7 +24,7 @@ AFFINE_E, AFFINE_E_END = 104, 136  # its pages are megabytes for each e
 CODINGS_KEPT = 64  # pages of this many codings: experts under work bring their own books
 
 
-class _Tables:
+class Tables:
     """A scheme, or None for ``affine``, with its pages."""
 
     def __init__(self, scheme: Scheme | None) -> None:
@@ -57,11 +57,12 @@ class _Tables:
 
 
 @functools.lru_cache(maxsize=CODINGS_KEPT)
-def _tables(kind: TensorType, coding: Coding | None) -> _Tables | None:
+def tables_of(kind: TensorType, coding: Coding | None) -> Tables | None:
+    """The tables of a type under a coding; None where there are none."""
     if kind is ROCMFP2 and coding == "affine":
-        return _Tables(None)
+        return Tables(None)
     scheme = scheme_of(kind, coding)
-    return None if scheme is None else _Tables(scheme)
+    return None if scheme is None else Tables(scheme)
 
 
 def encode_fp4(
@@ -97,7 +98,7 @@ def encode_fp4(
     if not isinstance(codec, RowCodec):
         raise TensorTypeError(f"{target.name} has no encoder of rows")
     _check_arrays(codes, scales, target, out)
-    tables = None if reference_wanted() else _tables(target, coding)
+    tables = None if reference_wanted() else tables_of(target, coding)
     if tables is not None and _usable(importance, codes.shape[1] * 2):
         lost = tables.encode(codes, scales, importance, out)
         if lost != kernel.NOT_SERVED:

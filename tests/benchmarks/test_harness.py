@@ -31,10 +31,11 @@ def test_rows_carry_the_rate_and_what_was_measured(
         record = Recorder("some", ["--repeats", "3"])
         record.add("copy", times, "GB/s", amount=8.0)
         record.add("start", times, "s")
+        record.add("encode", times, "M/CPU-s", amount=8.0, per_cpu=True)
         record.write()
     with (tmp_path / "some.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 4, "a second run is appended under one header"
+    assert len(rows) == 6, "a second run is appended under one header"
     assert tuple(rows[0]) == harness.COLUMNS
     assert [rows[0][key] for key in ("n", "median", "min", "max", "unit", "cpu_per_wall")] == [
         "3",
@@ -45,6 +46,7 @@ def test_rows_carry_the_rate_and_what_was_measured(
         "0.50",
     ]
     assert rows[1]["median"] == "2"
+    assert [rows[2][key] for key in ("median", "min", "max")] == ["8", "4", "16"]
     assert rows[0]["command"] == "python -m benchmarks.some --repeats 3"
     assert rows[0]["commit"] == "abc1234"
     assert "cores" in rows[0]["machine"]

@@ -17,7 +17,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def served(low: int, high: int) -> bool:
     """Whether the tables answer for scales from ``low`` to ``high``."""
-    tables = encode._tables(ROCMFP2, "affine")
+    tables = encode.tables_of(ROCMFP2, "affine")
     assert tables is not None
     scales = np.array([[low, high]], np.uint8)
     out = np.empty((1, 20), np.uint8)

@@ -55,7 +55,7 @@ def scales_of(rng: np.random.Generator, shape: tuple[int, int], low: int, high: 
 
 def served(codes: Array, scales: Array, target: Any, weights: Any) -> bool:
     """Whether the tables answer, so that a comparison is not one of the codec with itself."""
-    tables = encode._tables(*target)
+    tables = encode.tables_of(*target)
     assert tables is not None
     out = np.empty((len(codes), target[0].row_bytes(2 * codes.shape[1])), np.uint8)
     return tables.encode(codes, scales, weights, out) != kernel.NOT_SERVED
@@ -278,7 +278,7 @@ def test_threads_share_tables() -> None:
         return exact(codes[rows], scales[rows], target, weights)
 
     alone = list(map(run, jobs))
-    encode._tables.cache_clear()
+    encode.tables_of.cache_clear()
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(run, jobs))
     for (rows, lost), (expected, expected_lost) in zip(together, alone, strict=True):
