@@ -54,7 +54,8 @@ _OPTIONS = [
         type=click.IntRange(min=1),
         metavar="N",
         show_default="all of the texts",
-        help="Compare at most N tokens. Each takes 4 bytes x vocabulary of temporary disk space.",
+        help="Compare at most N tokens. Each takes 4 bytes x vocabulary of temporary disk space "
+        "(in TMPDIR).",
     ),
     click.option(
         "--window",

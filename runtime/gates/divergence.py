@@ -1,8 +1,9 @@
 """Owns the divergence gate: how far an artifact's predictions are from a reference's on texts.
 
 Both models read the same tokens (``forced.py``), one after the other, since two may not fit into
-memory: the reference's logits wait on disk (``spool.py``). Everything is computed in float64 from
-the float32 logits.
+memory: the reference's logits wait on disk (``spool.py``), 4 bytes x vocabulary a token. Beside a
+model there are two windows of logits in memory, 530 MB at 129,280 token ids. Everything is computed
+in float64 from the float32 logits.
 
 Tokens of a window depend on each other, so standard errors count windows, not tokens: that of a
 mean m = sum(x) / sum(n) over W windows is sqrt(W / (W - 1) * sum((x_w - m * n_w)^2)) / sum(n), the
@@ -177,7 +178,7 @@ class Divergence:
             with where.progress("divergence", count, unit="tokens") as advance:
                 calls = forced_calls(engine, windows)
                 comparison = compare(windows, spool.calls(), calls, advance)
-        check.figures |= comparison.figures()
+        check.figures |= comparison.figures() | {"against": reference.path.name}
         self._judge(check)
 
     def _judge(self, check: Check) -> None:

@@ -72,6 +72,7 @@ class Fidelity:
             "prompt": PROMPT.format("X"),
             "seed": self.seed,
             "top_k": model.config.num_experts_per_tok,
+            "against": reference.path.name,
         }
         check.notes += [f"{name} ({exact[name]}): {REPEATS[name]}" for name in found]
         self._judge(check, chosen, found)

@@ -213,6 +213,7 @@ def test_the_gate_passes_an_artifact_against_itself(lossless: Path, measure: Mea
     figures = check.figures
     assert (figures["kl"], figures["kl_se"], figures["top1"]) == (0.0, 0.0, 1.0)
     assert (figures["tokens"], figures["windows"]) == (1000, 2)
+    assert figures["against"] == lossless.name
     assert figures["nats"] == figures["nats_ref"] > 0.5
     assert len(told) == 1
     assert "take 2,048,000 bytes in" in told[0]
@@ -337,4 +338,4 @@ def test_windows_are_those_of_the_corpus(lossless: Path, measure: Measure) -> No
     engine = Engine.load(lossless, threads=1)
     by_hand = compare(script, forced_calls(engine, script), forced_calls(engine, script))
     gate = Divergence(lossless, [SCORED], tokens=200, window=64)
-    assert measure(gate, lossless).figures == by_hand.figures()
+    assert measure(gate, lossless).figures == by_hand.figures() | {"against": lossless.name}
