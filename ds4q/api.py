@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +32,7 @@ from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
 from ds4q.quantize.imatrix import read_imatrix
 from ds4q.quantize.job import Job, OutputPlaceError, Summary
+from ds4q.quantize.measure import ErrorSums
 from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_path
 from ds4q.quantize.recipe import Recipe, find_recipe
 
@@ -150,6 +151,20 @@ def _left_over(plan: Plan) -> list[str]:
     ]
 
 
+@dataclass(slots=True)
+class Verification(Report):
+    """A report, and what a page shows beside it.
+
+    Attributes
+    ----------
+    reader : the artifact as it was opened, closed by now; None where it could not be
+    errors : what each re-encoded tensor lost, by name, where a source was compared to its end
+    """
+
+    reader: Reader | None = None
+    errors: dict[str, ErrorSums] = field(default_factory=dict)
+
+
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -161,7 +176,7 @@ def verify(
     threads: int = 1,
     progress: Progress = silent,
     tell: Callable[[str], None] = lambda line: None,
-) -> Report:
+) -> Verification:
     """Check an artifact: structure, inventory, legal bytes, receipt, source, and what gates ask.
 
     Parameters
@@ -178,9 +193,9 @@ def verify(
     with the artifact, the receipt or the source is a failure of a check, not an exception; an
     ``OSError`` of the file itself is raised.
     """
-    report = Report({"path": os.fspath(path), "name": Path(path).name})
+    report = Verification({"path": os.fspath(path), "name": Path(path).name})
     with report.check("structure") as structure:
-        reader = Reader(path)
+        reader = report.reader = Reader(path)
     if not structure.ok:
         return report
     with reader:
@@ -237,7 +252,7 @@ class _Ground:
 
 
 def _verify_payload(
-    report: Report,
+    report: Verification,
     reader: Reader,
     ground: _Ground,
     threads: int,
@@ -284,6 +299,7 @@ def _verify_payload(
     payload.figures["bytes"] = payload_bytes
     if comparison is not None:
         comparison.report_errors()
+        report.errors = comparison.errors
     if digests is not None and sha256 is not None:
         digests.compare_sha256(sha256)
 

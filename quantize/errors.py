@@ -229,3 +229,10 @@ class ImatrixValueError(ImatrixError):
     """A number that no statistics can hold: NaN, infinity, a negative mean square or count."""
 
     rule = "illegal number in the imatrix"
+
+
+class PageError(Ds4qError):
+    """A page that cannot be made here."""
+
+    rule = "the page of --html needs jinja2, which is not installed"
+    cure = "pip install 'ds4q[report]'"

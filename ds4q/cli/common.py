@@ -114,6 +114,14 @@ def write_report(path: Path, text: str) -> None:
         raise
 
 
+def claim_page(path: Path) -> None:
+    """``claim_report`` for a page of ``--html``; without jinja2, ``PageError`` says what to do."""
+    from ds4q.quantize.page import MARK, load_template
+
+    claim_report(path, "--html", MARK)
+    load_template()
+
+
 # --- options ----------------------------------------------------------------------------------
 
 
@@ -162,6 +170,16 @@ def json_option(command: F) -> F:
     """``--json``, passed as ``as_json``."""
     return click.option(
         "--json", "as_json", is_flag=True, help="Print one JSON document on stdout."
+    )(command)
+
+
+def html_option(command: F) -> F:
+    """``--html FILE.html``: to be claimed before any work, see ``claim_page``."""
+    return click.option(
+        "--html",
+        type=click.Path(path_type=Path),
+        metavar="FILE.html",
+        help="Also write a page with size breakdown and expert maps (needs ds4q[report]).",
     )(command)
 
 

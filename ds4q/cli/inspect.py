@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,10 +12,10 @@ from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
+    from ds4q.artifact.describe import Document, Rows
     from ds4q.artifact.report import Check
 
 RECEIPT_MAGIC = b"\x28\xb5\x2f\xfd"  # a zstd frame
-MAX_SHOWN = 120
 
 
 @click.command("inspect")
@@ -23,6 +23,7 @@ MAX_SHOWN = 120
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @click.option("--layer", type=click.IntRange(0), metavar="N", help="Only tensors of layer N.")
 @click.option("--strict", is_flag=True, help="Exit 1 if anything is unusual or wrong.")
+@common.html_option
 @common.json_option
 @common.talk_options
 def command(
@@ -30,6 +31,7 @@ def command(
     tensors: bool,
     layer: int | None,
     strict: bool,
+    html: Path | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -42,23 +44,28 @@ def command(
     """
     from ds4q.artifact.report import Check
 
+    if html is not None:
+        common.claim_page(html)
     check = Check("inspect")
-    rows: list[dict[str, Any]]
     if file.is_dir() or file.suffix == ".safetensors":
         document, rows = _checkpoint(file, check)
     elif _starts_with(file, RECEIPT_MAGIC):
         document, rows = _receipt(file)
     else:
         document, rows = _artifact(file, check)
-    if layer is not None:
-        rows = [row for row in rows if _layer(row["name"]) == layer]
+    shown = rows if layer is None else [row for row in rows if _layer(row["name"]) == layer]
+    listed = tensors or layer is not None
     document["ok"] = check.ok and not check.notes
     document["problems"] = [failure.line() for failure in check.failures] + check.notes
     if as_json:
-        listed = {"tensor_list": rows} if tensors or layer is not None else {}
-        common.emit_json(document | listed)
+        common.emit_json(document | ({"tensor_list": shown} if listed else {}))
     else:
-        _print(document, rows if tensors or layer is not None else [])
+        _print(document, shown if listed else [])
+    if html is not None:
+        from ds4q import __version__
+        from ds4q.quantize.page import gather, render
+
+        common.write_report(html, render(gather(document, rows, __version__)))
     if strict and not document["ok"]:
         click.get_current_context().exit(1)
 
@@ -76,49 +83,18 @@ def _layer(name: str) -> int | None:
     return None if info is None else info.layer
 
 
-def _census(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    types: dict[str, dict[str, int]] = {}
-    for row in rows:
-        entry = types.setdefault(row["type"], {"tensors": 0, "bytes": 0})
-        entry["tensors"] += 1
-        entry["bytes"] += row["bytes"]
-    return dict(sorted(types.items()))
-
-
-def _artifact(file: Path, check: Check) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    from ds4q.artifact.check import check_structure, type_name
+def _artifact(file: Path, check: Check) -> tuple[Document, Rows]:
+    from ds4q.artifact.check import check_structure
+    from ds4q.artifact.describe import describe
     from ds4q.artifact.hfq import Reader
 
     with Reader(file) as reader:
         check_structure(reader, check)
-        rows = [
-            {
-                "name": entry.name,
-                "type": type_name(entry.type_id),
-                "shape": list(entry.shape),
-                "offset": entry.offset,
-                "bytes": entry.nbytes,
-            }
-            for entry in reader.tensors.values()
-        ]
-        metadata = {
-            key: value if key == "ds4q" else _brief(value)
-            for key, value in sorted(reader.metadata.items())
-        }
-        return {
-            "kind": "artifact",
-            "path": str(file),
-            "bytes": reader.file_bytes,
-            "version": reader.version,
-            "arch_id": reader.arch_id,
-            "data_offset": reader.data_offset,
-            "tensors": len(rows),
-            "types": _census(rows),
-            "metadata": metadata,
-        }, rows
+        return describe(reader)
 
 
-def _receipt(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _receipt(file: Path) -> tuple[Document, Rows]:
+    from ds4q.artifact.describe import type_census
     from ds4q.artifact.receipt import read_receipt
 
     receipt = read_receipt(file)
@@ -137,18 +113,21 @@ def _receipt(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             "partial",
         )
     }
+    if receipt.imatrix_sha256:
+        metadata["imatrix_sha256"] = receipt.imatrix_sha256
     return {
         "kind": "receipt",
         "path": str(file),
         "bytes": receipt.file_bytes,
         "tensors": len(rows),
-        "types": _census(rows),
+        "types": type_census(rows),
         "skipped": len(receipt.skipped),
         "metadata": metadata,
     }, rows
 
 
-def _checkpoint(file: Path, check: Check) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _checkpoint(file: Path, check: Check) -> tuple[Document, Rows]:
+    from ds4q.artifact.describe import brief, type_census
     from ds4q.artifact.errors import Ds4qError
     from ds4q.quantize.audit import audit
     from ds4q.quantize.checkpoint import Checkpoint
@@ -177,21 +156,12 @@ def _checkpoint(file: Path, check: Check) -> tuple[dict[str, Any], list[dict[str
             "bytes": sum(row["bytes"] for row in rows),
             "shards": len(checkpoint.shards),
             "tensors": len(rows),
-            "types": _census(rows),
-            "metadata": {"config": _brief(checkpoint.config)},
+            "types": type_census(rows),
+            "metadata": {"config": brief(checkpoint.config)},
         }, rows
 
 
-def _brief(value: Any) -> Any:
-    """A metadata value short enough to show: long texts and objects become their size."""
-    if isinstance(value, str) and len(value) > MAX_SHOWN:
-        return f"<{len(value):,} characters>"
-    if isinstance(value, dict) and len(value) > 8:
-        return f"<{len(value)} keys>"
-    return value
-
-
-def _print(document: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _print(document: Document, rows: Rows) -> None:
     click.echo(
         f"{one_line(document['path'])}: {document['kind']}, {document['bytes']:,} bytes, "
         f"{document['tensors']:,} tensors"

@@ -13,6 +13,7 @@ from ds4q.cli import common
 from ds4q.cli.gates import gate_options
 
 if TYPE_CHECKING:
+    from ds4q.api import Verification
     from ds4q.artifact.report import Report
     from ds4q.runtime.gates import Gate
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     metavar="FILE.xml",
     help="Also write the report as JUnit XML.",
 )
+@common.html_option
 @common.threads_option
 @common.json_option
 @common.talk_options
@@ -60,6 +62,7 @@ def command(
     errors_only: bool,
     gates: list[Gate],
     junit: Path | None,
+    html: Path | None,
     threads: int,
     as_json: bool,
     quiet: bool,
@@ -78,6 +81,10 @@ def command(
         raise click.UsageError("--imatrix and --errors-only belong to --source")
     if junit is not None:
         common.claim_report(junit, "--junit", b"ds4q verify")
+    if html is not None:
+        if html == junit:
+            raise click.UsageError("--html and --junit name the same file")
+        common.claim_page(html)
     from ds4q.api import verify
 
     report = verify(
@@ -97,8 +104,21 @@ def command(
         _print(report)
     if junit is not None:  # last: what is on the screen must not be lost with it
         common.write_report(junit, report.junit())
+    if html is not None:
+        common.write_report(html, _page(report))
     if not report.ok:
         click.get_current_context().exit(1)
+
+
+def _page(report: Verification) -> str:
+    from ds4q import __version__
+    from ds4q.artifact.describe import describe
+    from ds4q.quantize.page import gather, render
+
+    if report.reader is None:
+        document = {"kind": "artifact", "path": report.artifact["path"]}
+        return render(gather(document, [], __version__, report))
+    return render(gather(*describe(report.reader), __version__, report, report.errors))
 
 
 def _print(report: Report) -> None:
