@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +32,7 @@ from ds4q.artifact.types import (
 )
 from ds4q.quantize.exact import encode, encode_fp4, kernel
 from tests.checks import Array, check_refused, same_bits
+from tests.quantize.exact import guarded_child
 from tests.quantize.exact.sources import (
     BOOKS,
     TARGETS,
@@ -284,6 +290,25 @@ def test_threads_share_tables() -> None:
     for (rows, lost), (expected, expected_lost) in zip(together, alone, strict=True):
         same_bits(rows, expected)
         assert lost == expected_lost
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("cpu", ["host", pytest.param("portable", marks=pytest.mark.slow)])
+def test_each_cpu_writes_the_same_bytes_within_its_arrays(cpu: str, tmp_path: Path) -> None:
+    """The child puts each array right before a page that must not be touched."""
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("NUMBA_CPU")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    if cpu == "portable":  # no instruction that not every CPU of the kind has
+        environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+        environment["NUMBA_CACHE_DIR"] = str(tmp_path)
+    child = Path(guarded_child.__file__)
+    done = subprocess.run(
+        [sys.executable, str(child)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}"
+    report = json.loads(done.stdout)
+    assert report["digest"] == guarded_child.digest(guarded=False)
+    assert cpu == "host" or not report["shuffle"]
 
 
 @pytest.mark.slow
