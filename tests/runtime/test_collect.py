@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,14 @@ PROMPTS = {
 }
 
 
-def collected(engine: Engine, ids: Array, threads: int = 1) -> list[LayerStatistics]:
+def watched(engine: Engine, ids: Array, threads: int = 1) -> Collector:
     collector = Collector(engine.config, threads)
     engine.forward(engine.new_state(), ids, observer=collector)
-    return collector.statistics()
+    return collector
+
+
+def collected(engine: Engine, ids: Array) -> list[LayerStatistics]:
+    return watched(engine, ids).statistics()
 
 
 # ---------------------------------------------------------------- against plain numpy
@@ -97,24 +100,20 @@ def test_means_of_the_models_own_activations(
 # ---------------------------------------------------------------- nothing else decides
 
 
-def check_same(found: list[LayerStatistics], expected: list[LayerStatistics]) -> None:
-    """Bit for bit, where the compiled kernels run; numpy's products depend on the batch's shape."""
-    for one, other in zip(found, expected, strict=True):
-        for field in dataclasses.fields(LayerStatistics):
-            a, b = getattr(one, field.name), getattr(other, field.name)
-            if reference_wanted():
-                np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7)
-            else:
-                same_bits(a, b, what=field.name)
-
-
 @pytest.mark.parametrize(("threads", "batch"), [(1, 256), (3, 7), (2, 1)])
 def test_threads_and_batches_never_show(
     random_path: Path, random_engine: Engine, threads: int, batch: int
 ) -> None:
     engine = Engine.load(random_path, threads=threads, batch_tokens=batch)
     ids = PROMPTS[RANDOM][:60]
-    check_same(collected(engine, ids, threads), collected(random_engine, ids))
+    found, expected = watched(engine, ids, threads), watched(random_engine, ids)
+    same_bits(found._tokens, expected._tokens)
+    for name in ("_gain", "_gate_up", "_down"):  # means in float32 would hide another order
+        a, b = getattr(found, name), getattr(expected, name)
+        if reference_wanted():  # numpy's products depend on the batch's shape
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7)
+        else:
+            same_bits(a, b, what=name)
 
 
 def test_sequences_add_up_in_order(random_engine: Engine) -> None:
@@ -182,7 +181,8 @@ def feed(
     engine.forward(
         engine.new_state(), [0], observer=lambda *args: seen.setdefault("experts", args[-1])
     )
-    collector(0, np.array(ids), weights, x, seen["experts"])
+    with np.errstate(invalid="ignore"):  # numpy's products of what the tests spoil
+        collector(0, np.array(ids), weights, x, seen["experts"])
     return collector.statistics()
 
 

@@ -107,6 +107,18 @@ def test_impossible_counts(tmp_path: Path, counts: tuple[int, ...]) -> None:
     check_refused(ImatrixValueError, lambda: read(path), path=path, tensor=f"{LAYER}.tokens")
 
 
+@pytest.mark.parametrize("counts", [(30, 10, 18, 1), (0, 0, 0, 0)])
+def test_counts_add_up_where_the_model_is_unknown(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    arrays = tensors() | {f"{LAYER}.tokens": np.array(counts, "<i8")}
+    path = put(tmp_path, own(arrays))
+    check_refused(
+        ImatrixValueError,
+        lambda: read_imatrix(path, dims=None, fingerprint=None),
+        tensor=f"{LAYER}.tokens",
+        says=["30 tokens x a number of experts"],
+    )
+
+
 @pytest.mark.parametrize("part", ["gain", "gate_up", "down"])
 def test_statistics_of_an_idle_expert(tmp_path: Path, part: str) -> None:
     arrays = tensors()
