@@ -198,6 +198,12 @@ def test_lloyd_by_hand() -> None:
     assert lloyd(histogram, 2).tolist() == [-0.5, np.float32(0.8)]
 
 
+def test_a_bin_on_the_border_goes_to_the_lower_centre() -> None:
+    histogram = np.zeros(BINS)
+    histogram[[0, 2048, 4096]] = 1
+    assert lloyd(histogram, 2).tolist() == [-0.5, 1]
+
+
 def test_a_centre_without_bins_stays() -> None:
     histogram = np.zeros(BINS)
     histogram[[0, 4096]] = [100, 1]
