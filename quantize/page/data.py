@@ -180,9 +180,9 @@ def _with_share(shares: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _facts(document: Document, report: Report | None) -> list[list[str]]:
     """Label and value of what tells this file from another; only what it says of itself."""
     metadata = document.get("metadata", {})
-    ours = metadata.get("ds4q")
-    # A receipt has these at the top, an artifact in an object of its own.
-    told = ours if isinstance(ours, dict) else metadata
+    # A receipt has these at the top, an artifact of ds4q in an object of its own.
+    told = metadata.get("ds4q") if document["kind"] == "artifact" else metadata
+    told = told if isinstance(told, dict) else {}
     coded = metadata.get("rocmfpx")
     coded = coded if isinstance(coded, dict) else {}
     version = document.get("version")
