@@ -120,6 +120,7 @@ def quantize(
             checkpoint,
             audited,
             weights,
+            units=lambda: [t.unit for t in plan_for(options.recipe).trunk.tensors],
             file_bytes=lambda chosen: plan_for(chosen).trunk.layout.file_bytes,
             threads=threads,
             progress=progress,

@@ -6,14 +6,14 @@ What the names mean is ``recipe.py``'s, what rules mean ``rules.py``'s, how a bu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds4q.artifact.types import ROCMFP2
-from ds4q.quantize.audit import Audit
+from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.errors import JobError
 from ds4q.quantize.grid import ExpertDims
@@ -76,6 +76,7 @@ def choose(
     audit: Audit,
     imatrix: Imatrix | None,
     *,
+    units: Callable[[], Iterable[Unit]],
     file_bytes: Callable[[Recipe], int],
     threads: int,
     progress: Progress,
@@ -84,6 +85,7 @@ def choose(
 
     Parameters
     ----------
+    units : tensors that go into the trunk, for whoever spends a budget on them
     file_bytes : length of the trunk file that a recipe leads to
 
     Raises
@@ -107,6 +109,7 @@ def choose(
             file_bytes=file_bytes,
             threads=threads,
             progress=progress,
+            units=units(),
         )
         return Choice(planned.recipe, planned)
     if wish.is_file:

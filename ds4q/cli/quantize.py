@@ -180,6 +180,13 @@ def _print(summary: Summary, *, dry_run: bool, verbose: bool) -> None:
             click.echo(f"  experts    {part['bpw_experts']:.4f} bits per weight")
         if "sha256" in part:
             click.echo(f"  sha256     {part['sha256']}")
+    if summary.budget is not None:
+        if dry_run or verbose:
+            for line in summary.budget.table().splitlines():
+                click.echo(one_line(line))
+        if not dry_run:
+            name = one_line(str(summary.plan.trunk.path))
+            click.echo(f"plan: {name}.plan.toml (a recipe that repeats it), {name}.plan.json")
     if document["skipped"]:
         click.echo(f"{document['skipped']:,} source tensors left out (listed in the receipt)")
         if verbose:
