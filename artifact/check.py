@@ -91,8 +91,9 @@ def _check_codings(reader: Reader, own: bool, check: Check) -> None:
     if own and check.ok and not repairs_fit(repairs, codings.tables):
         check.fail(Failure(f"metadata {KEY}.repairs is not one count for each decode table"))
     check.figures["decode_tables"] = len(codings.tables)
-    if calibration == "absmax":
-        check.notes.append("encoded without an imatrix: of lower quality than with one")
+    if calibration in CALIBRATIONS:
+        lower = " (lower quality than with an imatrix)" if calibration == "absmax" else ""
+        check.figures["calibration"] = f"{calibration}{lower}"
     check.notes.extend(codings.uneven_pairs())
 
 
