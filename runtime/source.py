@@ -6,16 +6,17 @@ missing or misshapen is refused before the first large read; ``fill`` then reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact.binding import Registry
 from ds4q.artifact.codings import Codings
 from ds4q.artifact.formats import Codec
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.artifact.types import TIDI32, check_entry, type_of
+from ds4q.artifact.types import MIXED, TIDI32, check_entry, type_of
 from ds4q.runtime.backend.decoders import FORMATS
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.errors import BackendTypeError, ModelTensorError
@@ -43,16 +44,19 @@ class ArtifactSource:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._codings = Codings.of(reader)
+        self._registry = Registry(self._codings.tables)
         self._planned: list[tuple[TensorEntry, U8]] = []
 
     def matrix(self, name: str, rows: int, cols: int) -> Weight:
         """A packed [rows, cols] matrix, whose bytes arrive with ``fill``."""
         entry = self._matrix_entry(name, (rows, cols))
+        self._bind([entry])
         return self._plan(entry, np.empty(entry.nbytes, dtype=np.uint8))
 
     def matrices(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Weight]:
         """Packed matrices in one buffer, in the order of the file; bytes arrive with ``fill``."""
         entries = [self._matrix_entry(name, shape) for name, shape in shapes.items()]
+        self._bind(entries)
         buffer = np.empty(sum(entry.nbytes for entry in entries), dtype=np.uint8)
         found, at = {}, 0
         for entry in sorted(entries, key=lambda entry: entry.offset):
@@ -134,10 +138,21 @@ class ArtifactSource:
             )
         return entry
 
+    def _bind(self, entries: Iterable[TensorEntry]) -> None:
+        """Bind the tensors of mixed types among ``entries`` to their table rows, or none of them.
+
+        A resident tensor has one buffer for as long as it lives, so its name is the slot.
+        """
+        mixed = (entry.name for entry in entries if type_of(entry.type_id) in MIXED)
+        self._registry.bind_all((name, name) for name in mixed)
+
     def _plan(self, entry: TensorEntry, buffer: U8) -> Weight:
         self._planned.append((entry, buffer))
-        rows, cols = entry.shape
-        return Weight(entry.type_id, rows, cols, buffer, self._codings.coding(entry.name))
+        name, (rows, cols) = entry.name, entry.shape
+        coding = self._codings.coding(name)
+        if type_of(entry.type_id) in MIXED:
+            coding = self._registry.row(name, name)
+        return Weight(entry.type_id, rows, cols, buffer, coding)
 
     def _codec(self, entry: TensorEntry) -> Codec:
         return self._codings.codec(entry)
