@@ -21,6 +21,7 @@ from ds4q.quantize.recipe import EXPERT_TYPES, PARTS, ExpertPart, part_of
 
 U8 = npt.NDArray[np.uint8]
 Shape = tuple[int, int, int]  # layers, experts, parts in the order of PARTS
+PROJECTIONS = ("w1", "w3", "w2")  # the first two are gate-up
 
 
 def routed(units: Iterable[Unit]) -> Iterable[tuple[tuple[int, int, str], Unit]]:

@@ -29,17 +29,17 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact.tables import expert_name
 from ds4q.artifact.types import ROCMFP2, ROCMFP3_MIX, ROCMFP6, TensorType
 from ds4q.quantize.checkpoint import read_text
 from ds4q.quantize.errors import JobError
-from ds4q.quantize.grid import ExpertDims, TypeGrid
+from ds4q.quantize.grid import PROJECTIONS, ExpertDims, TypeGrid
 from ds4q.quantize.recipe import DENSE_RECIPES, EXPERT_TYPES, PARTS, RECIPES, Recipe
 
 Counts = Callable[[int], npt.NDArray[np.int64]]  # layer -> tokens that each expert was given
 Bools = npt.NDArray[np.bool_]
 Owners = npt.NDArray[np.int32]  # (layers, experts, 3): the rule of a tensor, 0 the default
 
-PROJECTIONS = ("w1", "w3", "w2")  # the first two are gate-up
 MAX_NAME = 64
 BUDGET = "budget"  # the name of planned recipes, kept by the file that repeats one
 
@@ -296,7 +296,7 @@ def _selected(rule: _Rule, dims: ExpertDims, counts: Counts | None) -> Bools:
 
 
 def _tensor_name(layer: int, expert: int, projection: int) -> str:
-    return f"layers.{layer}.ffn.experts.{expert}.{PROJECTIONS[projection]}.weight"
+    return expert_name(layer, expert, PROJECTIONS[projection])
 
 
 def _pattern(rule: _Rule) -> re.Pattern[str]:
