@@ -39,10 +39,10 @@ def _multiply_reference(weight: Weight, x: Array, workers: Workers) -> Array:
 def _multiply_fast(weight: Weight, x: Array, workers: Workers) -> Array:
     tokens, rows = len(x), weight.rows
     out = np.empty((tokens, rows), dtype=_F32)
-    matrices = np.array([weight.matrix])
-    if not workers.shares(weight.data.nbytes * tokens):
-        kernels.multiply(matrices, rows, x, out)
+    if not workers.shares(rows * weight.row_bytes * tokens):
+        kernels.multiply(weight.matrix, rows, x, out)
         return out
+    matrices = np.array([weight.matrix])
     xs = kernels.spread(x, matrices)
     items, starts = np.arange(tokens), np.array([0, tokens])
 
@@ -59,7 +59,7 @@ _multiply = FastPath(_multiply_reference, _multiply_fast)
 class _Routes:
     """The distinct experts of a call, and which slots (token * k + choice) each one serves."""
 
-    __slots__ = ("experts", "share", "slots")
+    __slots__ = ("experts", "share", "slots", "work_bytes")
 
     def __init__(self, ids: Array, experts: ExpertLookup) -> None:
         by_id: dict[int, list[int]] = {}
@@ -68,17 +68,19 @@ class _Routes:
         self.share: int = ids.shape[1]
         self.slots = list(by_id.values())
         self.experts = [experts[expert_id] for expert_id in by_id]
-        first = self.experts[0].gate
+        self.work_bytes = 0
+        shape = self.experts[0].shape
         for expert_id, expert in zip(by_id, self.experts, strict=True):
-            gate = expert.gate
-            if (gate.rows, gate.cols) != (first.rows, first.cols):
+            if expert.shape != shape:
                 raise WeightError(
                     f"expert {expert_id} has another shape than its neighbour",
-                    expected=f"gate {first.rows} x {first.cols}",
-                    found=f"gate {gate.rows} x {gate.cols}",
+                    expected=f"gate {shape[0]} x {shape[1]}",
+                    found=f"gate {expert.shape[0]} x {expert.shape[1]}",
                 )
-            _check_kernel(gate)
-            _check_kernel(expert.down)
+            for weight in (expert.gate, expert.down):
+                if weight.decoder not in FORMATS:
+                    raise _no_kernel(weight)
+            self.work_bytes += expert.nbytes * len(by_id[expert_id])
 
 
 def _feed_forward_reference(routes: _Routes, x: Array, limit: float, workers: Workers) -> Array:
@@ -92,13 +94,12 @@ def _feed_forward_reference(routes: _Routes, x: Array, limit: float, workers: Wo
 
 def _feed_forward_fast(routes: _Routes, x: Array, limit: float, workers: Workers) -> Array:
     experts, share = routes.experts, routes.share
-    table = np.array([expert.matrices for expert in experts]).reshape(-1, 3, 4)
+    table = np.array([expert.matrices for expert in experts])
     slots = np.array([slot for own in routes.slots for slot in own])
     starts = np.array([0, *accumulate(map(len, routes.slots))])
-    width, rows = experts[0].gate.rows, x.shape[1]
+    width, rows = experts[0].shape
     out = np.empty((len(slots), rows), dtype=_F32)
-    work = sum(expert.nbytes * len(own) for expert, own in zip(experts, routes.slots, strict=True))
-    if not workers.shares(work):
+    if not workers.shares(routes.work_bytes):
         kernels.feed_forward(table, starts, slots, share, width, limit, x, out)
         return out
     matrices, both, reads, writes, downs = kernels.plan(table, starts, slots, share)
@@ -140,7 +141,8 @@ class CpuBackend:
 
     def linear(self, w: Weight, x: Array) -> Array:
         """``x W^T``: f32 (T, rows) of f32 (T, cols)."""
-        _check_kernel(w)
+        if w.decoder not in FORMATS:
+            raise _no_kernel(w)
         return _multiply(w, _activations(x, w.cols), self._workers)
 
     def experts(self, x: Array, ids: Array, experts: ExpertLookup, limit: float) -> Array:
@@ -175,10 +177,9 @@ class CpuBackend:
         return _feed_forward(routes, x, float(limit), self._workers).reshape(shape)
 
 
-def _check_kernel(w: Weight) -> None:
-    if w.decoder not in FORMATS:
-        names = ", ".join(dict.fromkeys(form.kind.name for form in FORMATS.values()))
-        raise BackendTypeError(expected=f"one of {names}", found=type_of(w.type_id).name)
+def _no_kernel(w: Weight) -> BackendTypeError:
+    names = ", ".join(dict.fromkeys(form.kind.name for form in FORMATS.values()))
+    return BackendTypeError(expected=f"one of {names}", found=type_of(w.type_id).name)
 
 
 def _activations(x: Array, columns: int) -> Array:

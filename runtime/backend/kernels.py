@@ -196,14 +196,13 @@ def dots(
 
 
 @jit
-def _ordered(x: Array, paired: bool, wanted: bool) -> Array:
-    """Activations in one order; none if they are not wanted.
+def _ordered(x: Array, paired: bool) -> Array:
+    """Activations in one order.
 
     Rows are padded with zeros to whole steps, and the first begins on a cache line: 64-byte loads
     that straddle two lines cost twice.
     """
-    columns = x.shape[1]
-    tokens = x.shape[0] if wanted else 0
+    tokens, columns = x.shape
     steps = (columns + STEP - 1) // STEP
     size = tokens * steps * STEP
     raw = np.zeros(size + LANES, dtype=np.float32)
@@ -223,11 +222,16 @@ def _ordered(x: Array, paired: bool, wanted: bool) -> Array:
 
 @jit
 def spread(x: Array, matrices: Array) -> tuple[Array, Array]:
-    """Activations (T, K) f32 as they come and paired: in the orders that the matrices need."""
-    paired = 0
+    """Activations (T, K) f32 as they come, and paired; no rows in an order that none needs."""
+    pairs = 0
     for e in range(len(matrices)):
-        paired += matrices[e, 2] in _PAIRED
-    return _ordered(x, False, paired < len(matrices)), _ordered(x, True, paired > 0)
+        pairs += matrices[e, 2] in _PAIRED
+    natural, paired = x[:0], x[:0]
+    if pairs < len(matrices):
+        natural = _ordered(x, False)
+    if pairs > 0:
+        paired = _ordered(x, True)
+    return natural, paired
 
 
 @jit
@@ -246,7 +250,7 @@ def multiply_rows(
 
     ``xs`` comes from ``spread`` with these matrices.
     """
-    x_bytes = 4 * xs[0].shape[1]
+    x_bytes = 4 * max(xs[0].shape[1], xs[1].shape[1])
     at = lo
     while at < hi:
         e = at // rows
@@ -279,9 +283,12 @@ def multiply_rows(
 
 
 @jit
-def multiply(matrices: Array, rows: int, x: Array, out: Array) -> None:
+def multiply(matrix: tuple[int, ...], rows: int, x: Array, out: Array) -> None:
     """``out = x W^T`` for one matrix of ``rows`` rows, in one call."""
     tokens = x.shape[0]
+    matrices = np.empty((1, 4), dtype=np.int64)
+    for i in range(4):
+        matrices[0, i] = matrix[i]
     items = np.empty(tokens, dtype=np.int64)
     for t in range(tokens):
         items[t] = t
@@ -296,27 +303,30 @@ def plan(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """What makes all gates, then all ups, one product, and all downs another.
 
-    ``experts`` (E, 3, 4) holds the matrices of gate, up and down; slot s belongs to token
-    s // share. Gate results get row i, up results row S + i for the slot slots[i].
+    A line of ``experts`` is ``Expert.matrices``; slot s belongs to token s // share. Gate results
+    get row i, up results row S + i for the slot slots[i].
 
     Returns
     -------
     matrices and starts of gates and ups, the activation rows that these read, the rows 0 .. 2S
     that they write, and the matrices of the downs, which read the rows 0 .. S
     """
-    e_count, n = len(experts), len(slots)
-    gate_up = np.empty((2 * e_count, 4), dtype=np.int64)
-    both = np.empty(2 * e_count + 1, dtype=np.int64)
+    count, n = len(experts), len(slots)
+    gate_up = np.empty((2 * count, 4), dtype=np.int64)
+    downs = np.empty((count, 4), dtype=np.int64)
+    both = np.empty(2 * count + 1, dtype=np.int64)
     both[0] = 0
-    for e in range(e_count):
-        gate_up[e], gate_up[e_count + e] = experts[e, 0], experts[e, 1]
-        both[e + 1], both[e_count + e + 1] = starts[e + 1], n + starts[e + 1]
+    for e in range(count):
+        for i in range(4):
+            gate_up[e, i], gate_up[count + e, i] = experts[e, i], experts[e, 4 + i]
+            downs[e, i] = experts[e, 8 + i]
+        both[e + 1], both[count + e + 1] = starts[e + 1], n + starts[e + 1]
     reads = np.empty(2 * n, dtype=np.int64)
     writes = np.empty(2 * n, dtype=np.int64)
     for i in range(n):
         reads[i] = reads[n + i] = slots[i] // share
         writes[i], writes[n + i] = i, n + i
-    return gate_up, both, reads, writes, experts[:, 2].copy()
+    return gate_up, both, reads, writes, downs
 
 
 @jit

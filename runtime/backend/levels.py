@@ -37,9 +37,10 @@ ENTRIES = {  # codes of a row; of 103 only code 1, which is the scale
     ROCMFP2_MIX.id: 4,
     ROCMFP2.id: 4,
 }
-# Decoders are numbered as the types are, and one more for a variant that is read in another way.
+# Decoders are numbered as the types are, but for two variants that are read in another way. The
+# numbers go into the code that numba compiles.
 AFFINE = 256 + ROCMFP2.id  # an offset in place of the second scale
-NEG32 = 256 + ROCMFP6.id  # a value of code 32 that is not the rule's
+NEG32 = 256 + ROCMFP6.id  # a level of code 32 that no sign and magnitude give
 
 _LINE = 64  # bytes; no row of 16 entries or fewer then straddles two cache lines
 _tables: WeakValueDictionary[tuple[int, Coding | None], Any] = WeakValueDictionary()

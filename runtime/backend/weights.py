@@ -92,6 +92,7 @@ class Expert:
     gate: Weight
     up: Weight
     down: Weight
+    shape: tuple[int, int] = field(init=False)  # width, d
     matrices: tuple[int, ...] = field(init=False)  # ``Weight.matrix`` of the three in a row
     nbytes: int = field(init=False)
 
@@ -109,5 +110,6 @@ class Expert:
                 expected=(gate.cols, gate.rows),
                 found=(down.rows, down.cols),
             )
+        object.__setattr__(self, "shape", (gate.rows, gate.cols))
         object.__setattr__(self, "matrices", gate.matrix + up.matrix + down.matrix)
         object.__setattr__(self, "nbytes", sum(w.data.nbytes for w in (gate, up, down)))

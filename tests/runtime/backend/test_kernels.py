@@ -27,7 +27,7 @@ Array = npt.NDArray[Any]
 
 def product(weight: Weight, x: Array) -> Array:
     out = np.full((len(x), weight.rows), np.nan, dtype=np.float32)
-    kernels.multiply(np.array([weight.matrix]), weight.rows, x, out)
+    kernels.multiply(weight.matrix, weight.rows, x, out)
     return out
 
 
@@ -139,7 +139,7 @@ def test_a_type_without_a_case_gives_nan() -> None:
     weight, _ = packs.draw(F32, 2, 32, seed=3)
     out = np.zeros((1, 2), dtype=np.float32)
     x = packs.activations(1, 32)
-    kernels.multiply(np.array([[weight.address, 0, 99, weight.row_bytes]]), 2, x, out)
+    kernels.multiply((weight.address, 0, 99, weight.row_bytes), 2, x, out)
     assert np.isnan(out).all()
 
 
@@ -178,7 +178,7 @@ def test_spread_activations_begin_on_a_cache_line(columns: int) -> None:
     x = packs.activations(3, columns)
     padded = np.pad(x, ((0, 0), (0, -columns % 32)))
     paired = padded.reshape(3, -1, 16, 2).transpose(0, 1, 3, 2).reshape(padded.shape)
-    none = padded[:0]
+    none = x[:0]
     for kinds, expected in (
         ([HFP4G32, BF16], (none, paired)),
         ([F32], (padded, none)),
@@ -187,7 +187,7 @@ def test_spread_activations_begin_on_a_cache_line(columns: int) -> None:
     ):
         matrices = np.array([(0, 0, kind.id, 0) for kind in kinds])
         for found, order in zip(kernels.spread(x, matrices), expected, strict=True):
-            assert found.ctypes.data % 64 == 0
+            assert found.ctypes.data % 64 == 0 or not len(found)
             np.testing.assert_array_equal(found, order)
 
 

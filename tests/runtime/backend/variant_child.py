@@ -42,7 +42,7 @@ def at_the_end(weight: Weight) -> Weight:
 def product(weight: Weight, x: Array) -> Array:
     guarded = at_the_end(weight)
     out = np.full((len(x), weight.rows), np.nan, dtype=np.float32)
-    kernels.multiply(np.array([guarded.matrix]), guarded.rows, x, out)
+    kernels.multiply(guarded.matrix, guarded.rows, x, out)
     return out
 
 
