@@ -143,11 +143,19 @@ class Meter:
                 if word in MIXED_WORDS:
                     if there != wanted:
                         continue  # gate and up share their books
-                    coding = _fitted(word, samples)
+                    coding = self._fitted(word, samples)
                 for at, sample in zip(there, samples, strict=True):
                     with self._located(sample):
                         found[at, WORDS.index(word)] = _sums(word, coding, sample)
         return found, read_bytes
+
+    def _fitted(self, word: str, samples: Sequence[_Sample]) -> MixRow:
+        """Books for the sampled rows of one part."""
+        fit = BookFit(8 if EXPERT_TYPES[word][0] is ROCMFP3_MIX else 4)
+        for sample in samples:
+            with self._located(sample):
+                fit.add(sample.codes, sample.scales, sample.importance)
+        return fit.fit().row
 
     @contextmanager
     def _located(self, sample: _Sample) -> Iterator[None]:
@@ -184,14 +192,6 @@ def sample_rows(rows: int, k: int, weights: int) -> Sequence[int]:
     """Evenly spaced rows of a matrix ``(rows, k)``: ``weights`` elements, but one row at least."""
     count = min(rows, max(1, weights // k))
     return [(2 * i + 1) * rows // (2 * count) for i in range(count)]
-
-
-def _fitted(word: str, samples: Sequence[_Sample]) -> MixRow:
-    """Books for the sampled rows of one part."""
-    fit = BookFit(8 if EXPERT_TYPES[word][0] is ROCMFP3_MIX else 4)
-    for sample in samples:
-        fit.add(sample.codes, sample.scales, sample.importance)
-    return fit.fit().row
 
 
 def _sums(word: str, coding: Coding | None, sample: _Sample) -> F64:

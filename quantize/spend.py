@@ -11,6 +11,7 @@ bytes never give more loss, and nothing depends on chance or on threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -204,9 +205,9 @@ class Spender:
             best = answer if best is None else min(best, answer)
         if best is None:
             raise ValueError(f"{budget} bytes are fewer than {self.smallest}")
-        return self._spent(*best, budget)
+        return self._spent(best[2], best[1], budget)
 
-    def _spent(self, loss: float, nbytes: int, family: Family, budget: int) -> Spent:
+    def _spent(self, family: Family, nbytes: int, budget: int) -> Spent:
         members = self._members(family)
         steps = _Steps.join([group.steps for group in members])
         taken, missed = _greedy(steps, budget - sum(group.nbytes for group in members))
@@ -214,10 +215,13 @@ class Spender:
         group, item, at = steps.places[taken].T
         np.maximum.at(reached, (group, item), at)
         options = np.full(self._shape, -1, np.int64)
+        losses = []
         for number, member in enumerate(members):
             for item_number, hull in enumerate(member.hulls):
                 if hull:
-                    options[number, item_number] = hull[reached[number, item_number]][2]
+                    _, loss, option = hull[reached[number, item_number]]
+                    options[number, item_number] = option
+                    losses.append(loss)
 
         def told(step: int) -> Step:
             group, item, at = steps.places[step].tolist()
@@ -225,7 +229,9 @@ class Spender:
             return Step(group, item, option, int(steps.nbytes[step]), float(steps.savings[step]))
 
         last = told(taken[-1]) if taken else None
-        return Spent(options, nbytes, loss, last, None if missed is None else told(missed))
+        return Spent(
+            options, nbytes, math.fsum(losses), last, None if missed is None else told(missed)
+        )
 
 
 def _preferred(some: Sequence[_Group], prices: F64) -> I64:
