@@ -127,6 +127,7 @@ def command(
     """
     if resume and force:
         raise click.UsageError("--resume goes on with a job, --force starts over: give one of them")
+    _check_recipe(recipe)
     from ds4q.artifact.readahead import prime
 
     prime(sorted(source.glob("*.safetensors"))[:PRIMED_SHARDS])
@@ -160,6 +161,17 @@ def command(
         common.emit_json(summary.document())
     else:
         _print(summary, dry_run=dry_run, verbose=verbose)
+
+
+def _check_recipe(recipe: str) -> None:
+    """Refuse a name that no recipe has as wrong usage, before any work."""
+    from ds4q.quantize.choose import Wish
+    from ds4q.quantize.recipe import RECIPES
+    from ds4q.quantize.rules import BUDGET
+
+    if recipe not in (*RECIPES, BUDGET) and not Wish(recipe).is_file:
+        names = ", ".join((*RECIPES, BUDGET))
+        raise click.UsageError(f"no recipe {recipe!r}: give one of {names}, or a .toml file")
 
 
 def _resume_line() -> str:

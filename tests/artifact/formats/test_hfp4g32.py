@@ -390,6 +390,17 @@ def test_parity(k: int) -> None:
     check_parity(hfp4g32._decode, [rows, row_scales, out], block_bytes=128)
 
 
+def test_source_values_are_the_decoded_values(k: int = 96) -> None:
+    codes, scales = random_source(9, k, seed=1)
+    scales.reshape(-1)[:27] = [*range(13), *range(241, 255)]
+    out = np.zeros((9, k), dtype=np.float32)
+    check_parity(hfp4g32._source_values, [codes, scales, out], block_bytes=128)
+    found = hfp4g32.source_values(codes, scales)
+    with np.errstate(over="ignore"):
+        decoded = codec_for(HFP4G32.id).decode(hfp4g32.repack(codes, scales).reshape(-1), (9, k))
+    same_bits(found, decoded)
+
+
 def test_scan_parity_at_every_scale() -> None:
     codes = bytes.fromhex(CODES_0_15 * 2)
     rows = np.concatenate([row(bytes([s, 127]), codes * 2) for s in range(256)])
