@@ -1,7 +1,8 @@
 """Owns the question where an imatrix helps: KL of one re-encoded layer and part at a time.
 
-``python -m benchmarks.imatrix`` re-encodes one part of one layer of ds4-tiny, the rest lossless, and
-scores it without an imatrix, with one of 65,536 tokens, and with one of twice as many. Differences are paired token by token; results go to ``results/imatrix.csv``.
+``python -m benchmarks.imatrix`` re-encodes one part of one layer of ds4-tiny and keeps the rest
+lossless. It scores that without an imatrix, with one of 65,536 tokens, and with one of twice as
+many. Differences are paired token by token; results go to ``results/imatrix.csv``.
 """
 
 from __future__ import annotations
