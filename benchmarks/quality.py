@@ -202,25 +202,56 @@ def show(row: Row, lossless: Row) -> None:
     )
 
 
-def compare(rows: list[Row]) -> None:
-    """Each budget against the fixed recipes of at most its bytes, paired by token."""
+METRICS = {"nats": 1, "kl": 1, "top1": -1}  # and whether less or more of it is better
+
+
+def compare(rows: list[Row]) -> list[dict[str, object]]:
+    """Each budget against the fixed recipe of at most its bytes that comes closest, by metric.
+
+    Weighed budgets meet weighed recipes, plain ones plain ones. Differences are paired by token.
+    """
+    found: list[dict[str, object]] = []
     for row in rows:
         if not row.recipe.startswith("budget"):
             continue
-        rivals = [r for r in rows if not r.recipe.startswith("budget") and r.nbytes <= row.nbytes]
-        if not rivals:
-            continue
-        best = min(rivals, key=lambda r: float(r.score.nats.mean()))
-        for metric in ("nats", "kl"):
-            ours, theirs = (getattr(r.score, metric) for r in (row, best))
-            mean, se = mean_se(ours - theirs, row.score.windows)
+        for metric, sign in METRICS.items():
+            ours = getattr(row.score, metric)
+            best: tuple[float, float, Row] | None = None
+            for rival in rows:
+                fixed = not rival.recipe.startswith("budget") and rival.recipe != "fp4"
+                if not fixed or rival.imatrix != row.imatrix or rival.bpw > row.bpw + 1e-9:
+                    continue
+                mean, se = mean_se(sign * (ours - getattr(rival.score, metric)), row.score.windows)
+                if best is None or mean > best[0]:
+                    best = mean, se, rival
+            if best is None:
+                continue
+            mean, se, rival = best
             verdict = "better" if mean < -se else "worse" if mean > se else "even"
-            print(f"{row.label:26} - {best.label:26} {metric:4} {mean:+.5f} +-{se:.5f} {verdict}")
+            print(
+                f"{row.label:22} {metric:4} against {rival.label:24} "
+                f"{sign * mean:+.5f} +-{se:.5f} {verdict}"
+            )
+            found.append(
+                {
+                    "budget": row.label,
+                    "metric": metric,
+                    "closest": rival.label,
+                    "difference": f"{sign * mean:.6f}",
+                    "se": f"{se:.6f}",
+                    "verdict": verdict,
+                }
+            )
+    return found
 
 
-def write(rows: list[Row]) -> None:
-    """Replace the results: one run is one table."""
+def write(rows: list[Row], pairs: list[dict[str, object]]) -> None:
+    """Replace the results: one run is one table of recipes and one of comparisons."""
     RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / "quality_pairs.csv").open("w", newline="", encoding="utf-8") as out:
+        pair_writer = csv.DictWriter(out, list(pairs[0]), lineterminator="\n")
+        pair_writer.writeheader()
+        pair_writer.writerows(pairs)
     with (RESULTS / "quality.csv").open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -249,9 +280,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ds4q-quality-") as folder:
         recipes = options.recipes or every
         rows = run(recipes, options.tokens, options.calibration, Path(folder))
-    compare(rows)
+    pairs = compare(rows)
     if not options.recipes:
-        write(rows)
+        write(rows, pairs)
 
 
 if __name__ == "__main__":
