@@ -60,6 +60,11 @@ check: lint type test ## what has to pass before a change goes in
 bench: setup ## the benchmarks; results go to benchmarks/results
 	$(RUN) benchmarks.repack
 	$(RUN) benchmarks.decode_cpu
+	$(RUN) benchmarks.encode
+	$(RUN) benchmarks.flash_plan
+	$(RUN) benchmarks.quality
+	$(RUN) benchmarks.imatrix
+	$(RUN) benchmarks.frontier
 
 goldens: setup ## check the golden vectors with their own decoder; they came from outside
 	$(VENV)/bin/python tests/data/golden/check_rocmfpx.py
