@@ -7,11 +7,12 @@ the source, y the result and w the importance of columns, a matrix has the relat
 
 E is what noise adds to the squared error of the product with an input. C is the part of it that
 shrinks the product: it does not average out over the experts of a token, so it weighs more. The
-loss of down is r, of gate and up 0.7 (r_gate + r_up), times the energy that the expert adds to its
-layer's output: tokens x mean squared routing weight x S of down. A layer counts by how many layers
-read its error, over how large the stream is by then: (layers - l) / (1 + energy up to l / mean
-energy of a layer). The two constants and the last rule are measurements on a small trained model
-(``docs/decisions``), where they predict which plan of equal size keeps its predictions.
+loss of down is r, of gate and up 0.7 (r_gate + r_up), times what the expert weighs. With a the
+energy that it adds to the output for each of its tokens (mean squared routing weight x S of down),
+a layer weighs the sum of tokens x a, which its experts share as tokens x sqrt(a). A layer counts by
+how many layers read its error, over how large the stream is by then: (layers - l) / (1 + energy up
+to l / mean energy of a layer). Constants and rules are measurements on a small trained model
+(``docs/decisions``), where they foretell which plan of equal size keeps its predictions.
 """
 
 from __future__ import annotations
@@ -232,17 +233,24 @@ def relative_errors(sums: F64) -> F64:
 
 
 def energies(sums: F64, imatrix: Imatrix | None) -> F64:
-    """What each expert adds to its layer's output, ``(layers, experts)``, of all experts' sums.
+    """What each expert's errors weigh in its layer, ``(layers, experts)``, of all experts' sums.
 
-    An expert whose down is not there counts as the mean of its layer, a layer without any as 1.
+    The sum of a layer is the energy that its experts add to its output. An expert whose down is
+    not there counts as the mean of its layer, a layer without any as 1.
     """
     found = sums[:, :, 2, WORDS.index(LOSSLESS), _SOURCE].copy()
     for layer, row in enumerate(found):
         there = ~np.isnan(row)
         row[~there] = row[there].mean() if there.any() else 1.0
+        tokens = np.ones(len(row))
         if imatrix is not None:
+            row *= _gains(imatrix.gain(layer))
             # One more than was counted: what the text did not use, another text may.
-            row *= (imatrix.tokens(layer) + 1) * _gains(imatrix.gain(layer))
+            tokens += imatrix.tokens(layer)
+        total = float(tokens @ row)
+        # The root: a mean energy far above the others' is that of few tokens.
+        row[:] = tokens * np.sqrt(row)
+        row *= total / max(row.sum(), np.finfo(np.float64).tiny)
     return found
 
 

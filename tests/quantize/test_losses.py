@@ -173,8 +173,12 @@ def sums_of_down(source: list[list[float]]) -> F64:
 
 
 def test_energies_fill_what_is_absent() -> None:
-    sums = sums_of_down([[1, np.nan, 3], [np.nan, np.nan, np.nan]])
-    assert energies(sums, None).tolist() == [[1, 2, 3], [1, 1, 1]]
+    sums = sums_of_down([[1, np.nan, 9], [np.nan, np.nan, np.nan], [0, 0, 0]])
+    found = energies(sums, None)
+    roots = np.sqrt([1, 5, 9])
+    assert found[0] == pytest.approx(15 * roots / roots.sum())
+    assert found[1].tolist() == [1, 1, 1]
+    assert found[2].tolist() == [0, 0, 0]
 
 
 def test_energies_count_tokens_and_routing_weights(tmp_path: Path) -> None:
@@ -183,9 +187,10 @@ def test_energies_count_tokens_and_routing_weights(tmp_path: Path) -> None:
     for layer in range(LAYERS):
         tokens, gain = imatrix.tokens(layer), imatrix.gain(layer).astype(np.float64)
         assert (tokens[-1], gain[-1]) == (0, 0)
-        mean = gain[:-1].mean()
-        expected = [2 * (n + 1) * g for n, g in zip(tokens, [*gain[:-1], mean], strict=True)]
-        assert found[layer] == pytest.approx(expected)
+        each = 2 * np.append(gain[:-1], gain[:-1].mean())
+        assert found[layer].sum() == pytest.approx(((tokens + 1) * each).sum())
+        shares = (tokens + 1) * np.sqrt(each)
+        assert found[layer] / found[layer].sum() == pytest.approx(shares / shares.sum())
 
 
 def test_reach_falls_with_the_layers_behind_and_the_stream_so_far() -> None:
