@@ -50,7 +50,7 @@ LOSSLESS = "fp4"
 WORDS = (*VARIANTS_107, "rocmfp2-mix", "rocmfp3", "rocmfp3-mix", "rocmfp4", LOSSLESS)
 
 SAMPLE_WEIGHTS = 1 << 16  # of one matrix: small models are measured whole
-SAMPLE_TOTAL = 3 << 27  # of all matrices: bounds the time that a large model takes
+SAMPLE_TOTAL = 1 << 28  # of all matrices: bounds the time that a large model takes
 FEW_WEIGHTS = 1 << 16  # of a matrix: fewer are encoded sooner than tables for new books are made
 SHRINK_WEIGHT = 3.0
 GATE_UP_WEIGHT = 0.7
