@@ -1,9 +1,10 @@
 """Owns the imatrix format of ds4q and its strict reading. Writing is ``writing.py``.
 
 A safetensors file. ``__metadata__`` holds ``format``, ``source_fingerprint`` (the artifact's
-``ds4q.source_fingerprint``), ``texts`` (a JSON list of the SHA-256 of each text), ``tokens``
-(positions that went through the model, each window's BOS among them) and ``window_tokens``. The
-tensors of each layer, E experts, d hidden size::
+``ds4q.source_fingerprint``), ``tensors_xxh3`` (xxh3-128 in hex of all bytes after the header),
+``texts`` (a JSON list of the SHA-256 of each text), ``tokens`` (positions that went through the
+model, each window's BOS among them) and ``window_tokens``. The tensors of each layer, E experts, d
+hidden size::
 
     layers.L.ffn.experts.tokens   I64 [E]         tokens that were routed to the expert
     layers.L.ffn.experts.gain     F32 [E]         mean square of those tokens' routing weights
@@ -15,6 +16,8 @@ The statistics of an expert without tokens are zero. ``reading.py`` says what th
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ds4q.quantize.config import Dims
 from ds4q.quantize.errors import (
@@ -40,7 +44,7 @@ I64 = npt.NDArray[np.int64]
 FORMAT = "ds4q.imatrix.v1"
 MAX_HEADER_BYTES = 16 << 20  # some 30,000 layers
 BEGINNING = b'{"__metadata__":{"format":"' + FORMAT.encode() + b'"'
-_KEYS = {"format", "source_fingerprint", "texts", "tokens", "window_tokens"}
+_KEYS = {"format", "source_fingerprint", "tensors_xxh3", "texts", "tokens", "window_tokens"}
 DTYPES = {"tokens": "I64", "gain": "F32", "gate_up": "F32", "down": "F32"}
 _NAME = re.compile(r"layers\.(0|[1-9]\d{0,5})\.ffn\.experts\.(tokens|gain|gate_up|down)", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -176,7 +180,21 @@ class OwnFile:
         if not isinstance(texts, list) or not texts or not all(map(_is_digest, texts)):
             raise ImatrixError("metadata key texts", path=path, expected="a list of SHA-256 in hex")
         self.fingerprint = fields["source_fingerprint"]
+        self._tensors_xxh3 = fields["tensors_xxh3"]
         self.total_tokens = int(fields["tokens"])
+
+    def demand_digest(self, fd: int) -> None:
+        """Refuse numbers other than those that were written; reads all of them."""
+        with os.fdopen(os.dup(fd), "rb") as file:
+            file.seek(self._data_offset)
+            found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        if found != self._tensors_xxh3:
+            raise ImatrixError(
+                "imatrix differs from its digest",
+                path=self._path,
+                expected=f"xxh3-128 {self._tensors_xxh3[:80]!r}",
+                found=repr(found),
+            )
 
     def _checked_sizes(self, chosen: int | None) -> Sizes:
         """Names, dtypes and shapes: whole layers of one size and nothing else."""

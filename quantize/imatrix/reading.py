@@ -133,14 +133,16 @@ def read_imatrix(
     ImatrixModelError : measured on another checkpoint, or of other sizes
     ImatrixMissingError : a layer or a tensor is absent
     ImatrixValueError : a number that cannot be a mean square or a count
-    ImatrixError : not an imatrix, or a damaged one
+    ImatrixError : not an imatrix, or a damaged one: numbers of ours must have their digest
     """
     path = Path(path)
     with _opened(path) as (fd, identity):
         stored = _parse(fd, identity[2], path, dims)
         demand_sizes(dims, stored.sizes, path)
-        if isinstance(stored, OwnFile) and fingerprint not in (None, stored.fingerprint):
-            raise ImatrixModelError(path=path, expected=fingerprint, found=stored.fingerprint)
+        if isinstance(stored, OwnFile):
+            if fingerprint not in (None, stored.fingerprint):
+                raise ImatrixModelError(path=path, expected=fingerprint, found=stored.fingerprint)
+            stored.demand_digest(fd)
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()

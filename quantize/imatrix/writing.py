@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+import xxhash
 
 from ds4q.artifact.metadata import canonical
 from ds4q.artifact.writer import PartialFile, fsync_folder
@@ -93,7 +94,7 @@ def write_imatrix(
         "window_tokens": str(window_tokens),
     }
     header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
+    end, tensors_digest = 0, xxhash.xxh3_128()
     for name, values in _tensors(layers):
         header[name] = {
             "data_offsets": [end, end + values.nbytes],
@@ -101,6 +102,8 @@ def write_imatrix(
             "shape": list(values.shape),
         }
         end += values.nbytes
+        tensors_digest.update(values.tobytes())
+    metadata["tensors_xxh3"] = tensors_digest.hexdigest()
     raw = canonical(header)
     raw += b" " * (-len(raw) % 8)
     front = len(raw).to_bytes(LENGTH_BYTES, "little") + raw

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ds4q.quantize.config import Dims
 
@@ -65,8 +66,8 @@ def tensors() -> dict[str, Array]:
 
 
 def own(arrays: dict[str, Array], metadata: dict[str, Any] = METADATA, tail: bytes = b"") -> bytes:
-    """A safetensors file."""
-    header: dict[str, Any] = {"__metadata__": metadata}
+    """A safetensors file; ``metadata`` may hold another digest of the data, or None for no key."""
+    header: dict[str, Any] = {}
     data = b""
     for name, values in arrays.items():
         header[name] = {
@@ -75,7 +76,9 @@ def own(arrays: dict[str, Array], metadata: dict[str, Any] = METADATA, tail: byt
             "data_offsets": [len(data), len(data) + values.nbytes],
         }
         data += values.tobytes()
-    raw = json.dumps(header).encode()
+    fields = {"tensors_xxh3": xxhash.xxh3_128_hexdigest(data)} | metadata
+    fields = {key: value for key, value in fields.items() if value is not None}
+    raw = json.dumps({"__metadata__": fields} | header).encode()
     return len(raw).to_bytes(8, "little") + raw + data + tail
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from ds4q.artifact.writer import LockedError, PartialFile
 from ds4q.quantize.imatrix import LayerStatistics, claim_place, read_imatrix, write_imatrix
@@ -62,6 +63,7 @@ def test_bytes_are_the_same_each_time_and_safetensors(tmp_path: Path) -> None:
     assert header.pop("__metadata__") == {
         "format": "ds4q.imatrix.v1",
         "source_fingerprint": FINGERPRINT,
+        "tensors_xxh3": xxhash.xxh3_128_hexdigest(raw[end:]),
         "texts": json.dumps([TEXT, FINGERPRINT], separators=(",", ":")),
         "tokens": "30",
         "window_tokens": "16",
