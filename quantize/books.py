@@ -140,7 +140,8 @@ class BookFit:
     def add(self, codes: U8, scales: U8, importance: F32Array | None) -> None:
         """Add rows of FP4 source: codes ``(M, K/2)``, scales ``(M, K/32)``, importance ``(K,)``.
 
-        The order of rows counts in the last bit: of gate and up, gate comes first.
+        An importance of zeros is as none. The order of rows counts in the last bit: of gate and up,
+        gate comes first.
 
         Raises ``SourceValueError`` for a weight that is not finite, ``PayloadSizeError`` for shapes
         that do not agree.
@@ -154,6 +155,8 @@ class BookFit:
             )
         if not (np.isfinite(weights) & (weights >= 0)).all():
             raise SourceValueError("importance must be finite and not negative")
+        if not weights.any():  # the encoder weighs nothing then, and books are for what it does
+            weights = np.ones(k, np.float32)
         half = _add(codes, scales, weights, self._histograms)
         if half >= 0:
             row, first = divmod(half * HALF, k)
@@ -162,7 +165,7 @@ class BookFit:
             )
 
     def fit(self) -> FittedBooks:
-        """The books of all that was added; ``JobError`` where nothing was, or weighed nothing."""
+        """The books of all that was added; ``JobError`` where nothing was."""
         mass = self._histograms.sum(axis=1)
         if not mass.any():
             raise JobError("there are no weights to fit codebooks to")

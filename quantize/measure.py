@@ -54,8 +54,10 @@ class ErrorSums:
         return cls(np.zeros(4))
 
     def add(self, x: F32Array, y: F32Array, importance: F32Array | None = None) -> None:
-        """Rows ``(M, K)`` of both sides; ``importance`` ``(K,)``, else 1."""
-        weights = np.ones(x.shape[1], np.float32) if importance is None else importance
+        """Rows ``(M, K)`` of both sides; ``importance`` ``(K,)``, else 1; of zeros as none."""
+        # Encoders weigh nothing where nothing has a weight, and zeros would call any loss none.
+        some = importance if importance is not None and importance.any() else None
+        weights = np.ones(x.shape[1], np.float32) if some is None else some
         _add(x, y, weights, self.sums)
 
     @property

@@ -142,11 +142,21 @@ def test_what_does_not_agree_is_refused() -> None:
 
 def test_nothing_to_fit_is_refused() -> None:
     check_refused(JobError, BookFit(8).fit, says=["no weights"])
-    fit = BookFit(8)
-    fit.add(
-        np.full((1, 16), 0x21, np.uint8), np.full((1, 1), 120, np.uint8), np.zeros(32, np.float32)
-    )
-    check_refused(JobError, fit.fit, says=["no weights"])
+
+
+@pytest.mark.parametrize("levels", [8, 4])
+def test_importance_of_zeros_is_as_none(levels: int) -> None:
+    """Of gate alone too: what up weighs stays."""
+    rng = np.random.default_rng(levels)
+    codes, scales = mixed_codes(rng, 12, 256), rng.integers(112, 126, (12, 8), dtype=np.uint8)
+    some = importance_of(rng, 256, gaps=True)
+    for up in (some, np.zeros(256, np.float32)):
+        silent, plain = BookFit(levels), BookFit(levels)
+        silent.add(codes, scales, np.full(256, -0.0, np.float32))
+        plain.add(codes, scales, None)
+        silent.add(codes[::-1], scales[::-1], up)
+        plain.add(codes[::-1], scales[::-1], up if up.any() else None)
+        assert silent.fit() == plain.fit()
 
 
 @pytest.mark.parametrize("levels", [8, 4])

@@ -37,6 +37,10 @@ def test_no_weight_counts_for_nothing() -> None:
     assert sums_of([[3, 4]], [[9, 4]], [0, 1]).nrmse == 0
 
 
+def test_weights_of_zero_throughout_are_as_none() -> None:
+    assert sums_of([[3, 4]], [[3, 2]], [0, 0]).nrmse == 2 / 5
+
+
 @pytest.mark.parametrize(
     ("x", "y", "nrmse", "cosine"),
     [
