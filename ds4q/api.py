@@ -31,7 +31,7 @@ from ds4q.quantize.compare import Demands, SourceComparison, check_inventory
 from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
 from ds4q.quantize.imatrix import read_imatrix
-from ds4q.quantize.job import Job, OutputPlaceError, Summary
+from ds4q.quantize.job import Job, OutputPlaceError, SpaceError, Summary
 from ds4q.quantize.measure import ErrorSums
 from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_path
 from ds4q.quantize.recipe import Recipe, find_recipe
@@ -100,7 +100,9 @@ def quantize(
     place = os.fspath(out)
     if not os.path.basename(place) or Path(place).name in ("", "..", "."):
         raise OutputPlaceError("output is not a file name", found=repr(place), remedy="name a file")
+    begin = time.perf_counter()
     wish = Wish(os.fspath(recipe), variant_107, target_bytes, target_bpw)
+    wish.check()
     with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
         audited = audit(checkpoint, allow_partial=allow_partial)
         weights = None
@@ -129,13 +131,20 @@ def quantize(
         odd = [] if weights is None else weights.warnings
         for warning in (*audited.warnings, *odd, *plan.warnings, *_left_over(plan)):
             warn(warning)
-        job = Job(checkpoint, audited, plan, choice.budget, resume=resume, force=force)
+        inputs = [imatrix, recipe if wish.is_file else None]
+        read = tuple(Path(path) for path in inputs if path is not None)
+        job = Job(checkpoint, audited, plan, choice.budget, read, resume=resume, force=force)
         finished = job.finished_earlier()
         if finished is not None:
             return finished
-        job.preflight()
+        try:
+            job.preflight()
+        except SpaceError as error:
+            if not dry_run:
+                raise
+            warn(str(error))  # nothing is going to be written: the price is what was asked for
         if dry_run:
-            return Summary(plan, choice.budget)
+            return Summary(plan, choice.budget, seconds=time.perf_counter() - begin)
         with progress("quantize", plan.payload_bytes) as advance:
             return job.run(threads, advance)
 

@@ -6,6 +6,7 @@ What the names mean is ``recipe.py``'s, what rules mean ``rules.py``'s, how a bu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -61,6 +62,27 @@ class Wish:
         """Whether the recipe is a file of rules."""
         return self.recipe.endswith(".toml")
 
+    def check(self) -> None:
+        """Refuse what the words alone show to be wrong, before any file is opened."""
+        given = (self.target_bytes is not None) + (self.target_bpw is not None)
+        if given != (self.recipe == BUDGET):
+            count = ("no target", "one target", "two targets")[given]
+            raise TargetError(found=f"{count} with recipe {self.recipe}")
+        if self.target_bpw is not None and not 0 < self.target_bpw < math.inf:
+            raise TargetError("not a number of bits per weight", found=self.target_bpw, remedy="")
+        if self.recipe == BUDGET:
+            return
+        if self.is_file:
+            if self.variant_107 is not None:
+                found = f"{self.variant_107} with {self.recipe}"
+                remedy = "name the variant in the file: its words for type 107 are variants"
+                raise VariantChoiceError(found=found, remedy=remedy)
+            return
+        known = find_recipe(self.recipe)
+        if self.variant_107 is not None and self.recipe not in OPEN_VARIANT:
+            found = f"{self.variant_107} with recipe {known.name}"
+            raise VariantChoiceError(found=found)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -93,9 +115,7 @@ def choose(
     JobError : an unknown name, a file that is no recipe, options that do not fit each other, a
         budget that no choice of types can keep
     """
-    targets = [t for t in (wish.target_bytes, wish.target_bpw) if t is not None]
-    if len(targets) != (wish.recipe == BUDGET):
-        raise TargetError(found=f"{len(targets)} with recipe {wish.recipe}")
+    wish.check()
     if wish.recipe == BUDGET:
         from ds4q.quantize.budget import plan_budget
 
@@ -113,13 +133,9 @@ def choose(
         )
         return Choice(planned.recipe, planned)
     if wish.is_file:
-        if wish.variant_107 is not None:
-            raise VariantChoiceError(found=wish.recipe)
         counts = None if imatrix is None else imatrix.tokens
         return Choice(load_recipe(Path(wish.recipe), ExpertDims.of(audit), counts))
     recipe = find_recipe(wish.recipe)
     if wish.variant_107 is not None:
-        if wish.variant_107 != recipe.variant_107 and wish.recipe not in OPEN_VARIANT:
-            raise VariantChoiceError(found=f"{wish.variant_107} with recipe {wish.recipe}")
         recipe = replace(recipe, variant_107=wish.variant_107)
     return Choice(recipe)

@@ -7,6 +7,7 @@ for ``--resume``; a failure removes them, unless the first file already has its 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import stat
@@ -145,12 +146,16 @@ def _describe(output: Output) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Job:
-    """One run over a plan. ``resume`` and ``force`` are what the user allows."""
+    """One run over a plan. ``resume`` and ``force`` are what the user allows.
+
+    ``inputs`` are files that it reads beside the checkpoint: nothing may be written over them.
+    """
 
     checkpoint: Checkpoint
     audit: Audit
     plan: Plan
     budget: BudgetPlan | None = None
+    inputs: tuple[Path, ...] = ()
     resume: bool = False
     force: bool = False
     _files: list[PartialFile] = field(default_factory=list)
@@ -187,6 +192,7 @@ class Job:
                 path=self.out,
                 remedy="choose a folder outside the checkpoint",
             )
+        self._check_inputs()
         earlier = read_journal(journal_path(self.out))
         unfinished = earlier is not None or any(_partial(p).exists() for p in self._targets())
         for path in reversed(self._targets()):
@@ -204,6 +210,18 @@ class Job:
             check_identity(earlier, self.identity(), journal_path(self.out))
         if not (self.resume and earlier is not None and earlier.published):
             self._check_space()
+
+    def _check_inputs(self) -> None:
+        """No output may take the place of what the job reads, whatever the user allows."""
+        targets = self._targets()
+        written = [*targets, *map(_partial, targets), journal_path(self.out)]
+        for path, source in itertools.product(written, self.inputs):
+            if path.exists() and source.exists() and path.samefile(source):
+                raise OutputPlaceError(
+                    "output would replace an input of this job",
+                    path=path,
+                    remedy="choose another name for the output",
+                )
 
     def _targets(self) -> list[Path]:
         """Final names in the order in which they appear: the trunk last, receipts first."""

@@ -170,11 +170,21 @@ def read_journal(path: Path) -> Earlier | None:
 
 def check_identity(earlier: Earlier, identity: dict[str, Any], path: Path) -> None:
     """Raise ``ResumeError`` naming the first thing in which the two jobs differ."""
-    for key in sorted(identity.keys() | earlier.identity.keys()):
-        if earlier.identity.get(key) != identity.get(key):
-            raise ResumeError(
-                f"{ResumeError.rule} ({key})",
-                path=path,
-                expected=earlier.identity.get(key),
-                found=identity.get(key),
-            )
+    differs = _difference(earlier.identity, identity)
+    if differs is not None:
+        place, before, now = differs
+        raise ResumeError(f"{ResumeError.rule} ({place})", path=path, expected=before, found=now)
+
+
+def _difference(before: Any, now: Any, place: str = "") -> tuple[str, Any, Any] | None:
+    """Place (``options.recipe.name``) and both values of the first difference of two documents."""
+    if before == now:
+        return None
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return place, before, now
+    for key in sorted(before.keys() | now.keys(), key=lambda key: (key != "name", key)):
+        inner = f"{place}.{key}" if place else key
+        found = _difference(before.get(key), now.get(key), inner)
+        if found is not None:
+            return found
+    return None

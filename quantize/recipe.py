@@ -190,6 +190,6 @@ RECIPES = {
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name; ``JobError`` lists the names where there is none."""
     if name not in RECIPES:
-        *some, last = RECIPES
-        raise JobError("unknown recipe", expected=f"{', '.join(some)} or {last}", found=name)
+        names = f"{', '.join(RECIPES)}, budget or a .toml file"
+        raise JobError("unknown recipe", expected=names, found=name)
     return RECIPES[name]

@@ -130,6 +130,8 @@ def _parse(path: Path) -> dict[str, Any]:
         raise RecipeError("nested too deeply", path=path) from None
     except tomllib.TOMLDecodeError as error:
         raise RecipeError("not TOML", path=path, found=str(error)) from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise RecipeError("not usable TOML", path=path, found=str(error)) from None
     _known(document, _TOP_KEYS, path, "the recipe")
     for key in ("description", "name", "variant_107"):
         if not isinstance(document.get(key, ""), str):

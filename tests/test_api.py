@@ -58,7 +58,8 @@ def test_what_is_unusual_is_a_python_warning_unless_somebody_listens(
 
 def test_an_unknown_recipe_is_an_error_with_the_known_ones(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        Ds4qError, match=r"unknown recipe: expected fp4, fp4-q8, .*, mix or mix2, found no"
+        Ds4qError,
+        match=r"unknown recipe: expected fp4, fp4-q8, .*, mix2, budget or a .toml file, found no",
     ):
         api.quantize(source, tmp_path / "x.hfq", recipe="no", allow_partial=True)
     assert list(tmp_path.iterdir()) == []

@@ -127,7 +127,7 @@ def command(
     """
     if resume and force:
         raise click.UsageError("--resume goes on with a job, --force starts over: give one of them")
-    _check_recipe(recipe)
+    _check_wish(recipe, variant_107, target_bytes, target_bpw)
     from ds4q.artifact.readahead import prime
 
     prime(sorted(source.glob("*.safetensors"))[:PRIMED_SHARDS])
@@ -163,15 +163,17 @@ def command(
         _print(summary, dry_run=dry_run, verbose=verbose)
 
 
-def _check_recipe(recipe: str) -> None:
-    """Refuse a name that no recipe has as wrong usage, before any work."""
+def _check_wish(
+    recipe: str, variant_107: str | None, target_bytes: int | None, target_bpw: float | None
+) -> None:
+    """Refuse words that do not fit each other as wrong usage, before any work."""
     from ds4q.quantize.choose import Wish
-    from ds4q.quantize.recipe import RECIPES
-    from ds4q.quantize.rules import BUDGET
+    from ds4q.quantize.errors import JobError
 
-    if recipe not in (*RECIPES, BUDGET) and not Wish(recipe).is_file:
-        names = ", ".join((*RECIPES, BUDGET))
-        raise click.UsageError(f"no recipe {recipe!r}: give one of {names}, or a .toml file")
+    try:
+        Wish(recipe, variant_107, target_bytes, target_bpw).check()
+    except JobError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _resume_line() -> str:

@@ -138,5 +138,5 @@ def test_every_kind_has_a_type() -> None:
 def test_a_recipe_is_found_by_its_exact_name() -> None:
     assert find_recipe("fp4-q8") is RECIPES["fp4-q8"]
     for name in ("", "FP4", "fp4-", "q8"):
-        with pytest.raises(JobError, match=f"fp4, .*, mix or mix2, found {name}"):
+        with pytest.raises(JobError, match=f"fp4, .*, mix2, budget or a .toml file, found {name}"):
             find_recipe(name)

@@ -26,6 +26,7 @@ from ds4q.quantize.books import FittedBooks
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.fitting import Fitting
 from ds4q.quantize.imatrix import LayerStatistics, read_imatrix, write_imatrix
+from ds4q.quantize.job import Job, OutputPlaceError, SpaceError
 from ds4q.quantize.journal import ResumeError
 from ds4q.quantize.recipe import DENSE_RECIPES, RECIPES
 from tests.checks import same_bits
@@ -362,3 +363,65 @@ def test_another_imatrix_does_not_go_on(source: Path, imatrix: Path, tmp_path: P
         quantize(source, out, "mix", progress=stop_after(5000))
     with pytest.raises(ResumeError, match="imatrix"):
         quantize(source, out, "mix", imatrix=imatrix, resume=True)
+
+
+# ---------------------------------------------------------------- inputs and outputs
+
+
+def test_no_output_takes_the_place_of_an_input(source: Path, imatrix: Path, tmp_path: Path) -> None:
+    """Whatever --force allows: what weighed the errors is needed again by verify."""
+    held = tmp_path / "held.imatrix"
+    held.write_bytes(imatrix.read_bytes())
+    rules = tmp_path / "rules.toml"
+    rules.write_text('default = "rocmfp3"\n')
+    link = tmp_path / "x.hfq.receipt"
+    for out, more in (
+        (held, {"recipe": "mix", "imatrix": held}),
+        (rules, {"recipe": str(rules)}),
+        (tmp_path / "x.hfq", {"recipe": "mix", "imatrix": link}),
+    ):
+        if more.get("imatrix") == link:
+            link.write_bytes(imatrix.read_bytes())
+        with pytest.raises(OutputPlaceError, match="would replace an input"):
+            quantize(source, out, force=True, **more)
+    assert held.read_bytes() == link.read_bytes() == imatrix.read_bytes()
+    assert rules.read_text() == 'default = "rocmfp3"\n'
+
+
+def test_a_plan_never_takes_the_place_of_its_own_recipe(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.hfq"
+    quantize(source, out, "budget", target_bpw=3.0)
+    plan = tmp_path / "x.hfq.plan.toml"
+    again = quantize(source, tmp_path / "y.hfq", str(plan))
+    assert again["bpw_experts"] <= 3.0
+    with Reader(out) as one, Reader(tmp_path / "y.hfq") as other:
+        assert one.tensors.keys() == other.tensors.keys()
+        for name in one.tensors:
+            assert (one.read(name) == other.read(name)).all()
+
+
+def test_a_resumed_job_says_what_differs(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.hfq"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, out, "mix", progress=stop_after(5000))
+    with pytest.raises(ResumeError, match=r"\(options\.recipe\.name\)") as caught:
+        quantize(source, out, "mix2", resume=True)
+    assert "expected mix, found mix2" in str(caught.value)
+
+
+def test_a_dry_run_prices_what_the_disk_cannot_hold(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    def full(self: Job) -> None:
+        raise SpaceError(path=tmp_path)
+
+    monkeypatch.setattr(Job, "_check_space", full)
+    summary = api.quantize(
+        source, tmp_path / "x.hfq", allow_partial=True, dry_run=True, warn=heard.append
+    )
+    assert summary.document()["bytes"] > 0
+    assert any("not enough free space" in line for line in heard)
+    with pytest.raises(SpaceError):
+        quantize(source, tmp_path / "x.hfq", "fp4")

@@ -179,9 +179,9 @@ def half_done_in_process(source: Path, out: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("change", "differs"),
     [
-        ({"recipe": "fp4-q8"}, "options"),
-        ({"exclude": ["layers.0.attn_norm"]}, "options"),
-        ({"draft": "keep"}, "options"),
+        ({"recipe": "fp4-q8"}, "options.recipe.name"),
+        ({"exclude": ["layers.0.attn_norm"]}, "options.exclude"),
+        ({"draft": "keep"}, "options.dspark"),
     ],
 )
 def test_other_options_cannot_go_on(
