@@ -20,7 +20,6 @@ LAYERS = 4
 TOKENS = 16_384
 PARTS = {
     "rocmfp2-affine": ("gate-up", "down"),
-    "rocmfp2-sign": ("gate-up", "down"),
     "rocmfp2-mix": ("gate-up",),
     "rocmfp3-mix": ("down",),
 }
