@@ -24,13 +24,13 @@ from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, find_receipt
 from ds4q.artifact.report import Check, Failure, Report
 from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
-from ds4q.quantize.audit import audit
+from ds4q.quantize.audit import Audit, audit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.choose import Wish, choose
 from ds4q.quantize.compare import Demands, SourceComparison, check_inventory
 from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
-from ds4q.quantize.imatrix import read_imatrix
+from ds4q.quantize.imatrix import Imatrix, read_imatrix
 from ds4q.quantize.job import Job, OutputPlaceError, SpaceError, Summary
 from ds4q.quantize.measure import ErrorSums
 from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_path
@@ -105,10 +105,7 @@ def quantize(
     wish.check()
     with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
         audited = audit(checkpoint, allow_partial=allow_partial)
-        weights = None
-        if imatrix is not None:
-            fingerprint = checkpoint.fingerprint()
-            weights = read_imatrix(imatrix, dims=audited.dims, fingerprint=fingerprint)
+        weights = _imatrix(imatrix, checkpoint, audited)
         options = Options(
             find_recipe("fp4"), tuple(include), tuple(exclude), draft, allow_partial, weights
         )
@@ -147,6 +144,15 @@ def quantize(
             return Summary(plan, choice.budget, seconds=time.perf_counter() - begin)
         with progress("quantize", plan.payload_bytes) as advance:
             return job.run(threads, advance)
+
+
+def _imatrix(
+    path: str | os.PathLike[str] | None, checkpoint: Checkpoint, audited: Audit
+) -> Imatrix | None:
+    """The imatrix at ``path``, which must be of this checkpoint."""
+    if path is None:
+        return None
+    return read_imatrix(path, dims=audited.dims, fingerprint=checkpoint.fingerprint())
 
 
 def _left_over(plan: Plan) -> list[str]:
@@ -324,10 +330,7 @@ def _comparison(
 ) -> SourceComparison:
     """The comparison with the source, by the imatrix that is given."""
     audited = audit(checkpoint, allow_partial=bool((own_metadata(reader) or {}).get("partial")))
-    imatrix = None
-    if ground.imatrix is not None:
-        fingerprint = checkpoint.fingerprint()
-        imatrix = read_imatrix(ground.imatrix, dims=audited.dims, fingerprint=fingerprint)
+    imatrix = _imatrix(ground.imatrix, checkpoint, audited)
     demands = Demands(imatrix, ground.errors_only)
     return SourceComparison(check, checkpoint, audited, reader, codings, receipt, demands)
 

@@ -14,6 +14,7 @@ from ds4q.artifact.formats import codec_for
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.types import F32, RAW, ROCMFPX, TYPES
 from ds4q.runtime.engine import Engine
+from ds4q.runtime.gates import Fidelity
 from ds4q.runtime.generate import generate
 from ds4q.runtime.sampling import Sampler
 from tests.runtime.artifacts import DATA, Packed, write
@@ -89,3 +90,25 @@ def test_ids_are_those_of_a_float32_reference(
         own = ours.forward(ours.new_state(), [*prompt, *wanted.ids][:-1], "all")
         assert np.abs(own[len(prompt) - 1 :] - logits).max() < TOLERANCE
     assert steps > 100  # most steps are sure
+
+
+@pytest.mark.slow
+def test_a_budget_of_three_bits_copies_every_identifier(
+    tiny_artifact: Path, tmp_path: Path
+) -> None:
+    """Read as ``sign``, which the planner takes by itself, type 107 misses the gate's near tie."""
+    imatrix, path = tmp_path / "tiny.imatrix", tmp_path / "x.hfq"
+    text = DATA / "text" / "calibration.txt"
+    api.calibrate(tiny_artifact, [text], imatrix, limit_tokens=65_536, threads=2)
+    api.quantize(
+        SOURCE,
+        path,
+        recipe="budget",
+        target_bpw=3.0,
+        variant_107="dual",
+        imatrix=imatrix,
+        threads=2,
+    )
+    report = api.verify(path, gates=[Fidelity(tiny_artifact)], threads=2)
+    figures = next(check for check in report.checks if check.name == "fidelity").figures
+    assert (figures["exact"], figures["of"]) == (60, 60)
