@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds4q.artifact.types import ROCMFP2
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.errors import JobError
 from ds4q.quantize.grid import ExpertDims
-from ds4q.quantize.recipe import EXPERT_TYPES, Recipe, find_recipe
+from ds4q.quantize.recipe import Recipe, find_recipe
 from ds4q.quantize.rules import BUDGET, load_recipe
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from ds4q.quantize.imatrix import Imatrix
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-VARIANTS_107 = tuple(v for kind, v in dict.fromkeys(EXPERT_TYPES.values()) if kind is ROCMFP2)
 OPEN_VARIANT = ("rocmfp2", "rocmfp23")  # named recipes that leave the variant to the user
 
 

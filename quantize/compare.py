@@ -34,7 +34,7 @@ from ds4q.quantize.deepseek4 import Inventory, classify, find_draft
 from ds4q.quantize.errors import BooksError, SourceError
 from ds4q.quantize.fitting import Fitting
 from ds4q.quantize.measure import ErrorSums
-from ds4q.quantize.plan import PlannedTensor, source_metadata
+from ds4q.quantize.plan import PlannedTensor, importance_of, source_metadata
 from ds4q.quantize.recipe import RECIPES
 from ds4q.quantize.rows import Buffers, RowReader, source_ranges
 
@@ -317,16 +317,12 @@ class SourceComparison:
         """How the artifact says that a tensor was encoded; books must be those that a fit gives."""
         if kind not in ROCMFPX:
             return Encoding()
-        coding, info = self._codings.coding(unit.name), unit.info
+        coding = self._codings.coding(unit.name)
         if isinstance(coding, MixRow) and not self._demands.errors_only:
             fitted = self._fitting.books(unit, kind).row
             if fitted != coding:
                 raise BooksError(expected=fitted.books.hex(), found=coding.books.hex())
-        importance = None
-        imatrix = self._demands.imatrix
-        if imatrix is not None and info.layer is not None and info.expert is not None:
-            importance = imatrix.importance(info.layer, info.expert, info.projection or "")
-        return Encoding(coding, importance)
+        return Encoding(coding, importance_of(self._demands.imatrix, unit.info))
 
     def check_imatrix(self) -> bool:
         """Whether the imatrix at hand is the one that the artifact names; a failure if not."""

@@ -250,19 +250,20 @@ def _pack_fp4(rows: Rows, out: U8) -> Events:
         return Events()
     first_nan, tiny, overflow = hfp4g32.scan(packed)
     if first_nan >= 0:
-        row, block = divmod(first_nan, scales.shape[1])
-        where = f"0xff in row {rows.first + row}, block {block}"
-        raise SourceValueError("NaN scale byte", expected="E8M0 below 0xff", found=where)
+        raise _nan_scale(rows, *divmod(first_nan, scales.shape[1]))
     return Events(tiny_scales=tiny, overflow_scales=overflow)
+
+
+def _nan_scale(rows: Rows, row: int, block: int) -> SourceValueError:
+    where = f"0xff in row {rows.first + row}, block {block}"
+    return SourceValueError("NaN scale byte", expected="E8M0 below 0xff", found=where)
 
 
 def _pack_rocmfpx(rows: Rows, target: TensorType, out: U8, encoding: Encoding) -> Events:
     codes, scales = fp4_views(rows)
     first_nan = int(np.argmax(scales == hfp4g32.NAN_SCALE))
     if scales.flat[first_nan] == hfp4g32.NAN_SCALE:
-        row, block = divmod(first_nan, scales.shape[1])
-        where = f"0xff in row {rows.first + row}, block {block}"
-        raise SourceValueError("NaN scale byte", expected="E8M0 below 0xff", found=where)
+        raise _nan_scale(rows, *divmod(first_nan, scales.shape[1]))
     packed = out.reshape(rows.count, -1)
     how = encoding.coding, encoding.importance
     unweighted = encode_fp4(codes, scales, target, *how, packed)

@@ -11,17 +11,17 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from ds4q.artifact.formats import MixRow
-from ds4q.artifact.types import ROCMFP3_MIX, TensorType, row_runs
+from ds4q.artifact.tables import KINDS, expert_name
+from ds4q.artifact.types import TensorType, row_runs
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.books import BookFit, FittedBooks
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.convert import fp4_views
 from ds4q.quantize.errors import MissingTensorError
+from ds4q.quantize.grid import PROJECTIONS
+from ds4q.quantize.plan import importance_of
 from ds4q.quantize.recipe import ExpertPart, part_of
 from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader
-
-LEVELS = {True: 8, False: 4}  # of a book: type 105, type 106
-PROJECTIONS: dict[ExpertPart, tuple[str, ...]] = {"gate-up": ("w1", "w3"), "down": ("w2",)}
 
 if TYPE_CHECKING:
     from ds4q.quantize.imatrix import Imatrix
@@ -70,7 +70,7 @@ class Fitting:
         if info.layer is None or info.expert is None:
             raise MissingTensorError("not a routed expert", tensor=unit.name)
         key: Key = info.layer, info.expert, part_of(info.projection)
-        levels = LEVELS[kind is ROCMFP3_MIX]
+        levels = KINDS[kind.id].levels
         with self._lock:
             mine = (key, levels) not in self._done
             future = self._done.setdefault((key, levels), Future())
@@ -85,16 +85,14 @@ class Fitting:
         layer, expert, part = key
         fit = BookFit(levels)
         buffers = self._local.__dict__.setdefault("buffers", Buffers())
-        for projection in PROJECTIONS[part]:
-            name = f"layers.{layer}.ffn.experts.{expert}.{projection}.weight"
+        for projection in (w for w in PROJECTIONS if part_of(w) == part):
+            name = expert_name(layer, expert, projection)
             unit = self._units.get(name)
             if unit is None:
                 raise MissingTensorError(
                     "gate and up share their books, and one of them is not there", tensor=name
                 )
-            importance = None
-            if self._imatrix is not None:
-                importance = self._imatrix.importance(layer, expert, projection)
+            importance = importance_of(self._imatrix, unit.info)
             reader = RowReader(self._checkpoint, self._audit, unit, buffers)
             rows, k = unit.info.logical_shape
             for first, count in row_runs(rows, k // 2, CHUNK_BYTES):

@@ -63,6 +63,13 @@ class AccountingError(JobError):
     cure = "this is a bug in ds4q: please report it"
 
 
+def importance_of(imatrix: Imatrix | None, info: TensorInfo) -> npt.NDArray[np.float32] | None:
+    """What an imatrix says of the columns of a routed expert's matrix; None of anything else."""
+    if imatrix is None or info.layer is None or info.expert is None:
+        return None
+    return imatrix.importance(info.layer, info.expert, info.projection or "")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the user chose. Two jobs with equal options and sources write equal bytes."""
@@ -76,9 +83,7 @@ class Options:
 
     def importance(self, info: TensorInfo) -> npt.NDArray[np.float32] | None:
         """What the columns of a routed expert's matrix weigh; None weighs all alike."""
-        if self.imatrix is None or info.layer is None or info.expert is None:
-            return None
-        return self.imatrix.importance(info.layer, info.expert, info.projection or "")
+        return importance_of(self.imatrix, info)
 
     def document(self) -> dict[str, Any]:
         """For the journal: resuming demands the same."""
