@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ds4q.artifact.binding import Registry
 from ds4q.artifact.codings import Codings
-from ds4q.artifact.formats import Codec
+from ds4q.artifact.formats import Codec, Coding
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.types import MIXED, TIDI32, check_entry, type_of
 from ds4q.runtime.backend.decoders import FORMATS
@@ -29,12 +29,12 @@ _LANES = 4  # more parallel reads were slower on every disk tried upstream (hipf
 _PIECE_BYTES = 16 << 20
 
 
-class ArtifactSource:
-    """The tensors of an open artifact, as the model takes them.
+class Tensors:
+    """The tensors of an open artifact: checked, located, told how they are decoded.
 
     Parameters
     ----------
-    reader : stays open until ``fill`` has returned
+    reader : stays open as long as tensors are read
 
     Raises
     ------
@@ -45,28 +45,10 @@ class ArtifactSource:
         self._reader = reader
         self._codings = Codings.of(reader)
         self._registry = Registry(self._codings.tables)
-        self._planned: list[tuple[TensorEntry, U8]] = []
-
-    def matrix(self, name: str, rows: int, cols: int) -> Weight:
-        """A packed [rows, cols] matrix, whose bytes arrive with ``fill``."""
-        entry = self._matrix_entry(name, (rows, cols))
-        self._bind([entry])
-        return self._plan(entry, np.empty(entry.nbytes, dtype=np.uint8))
-
-    def matrices(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Weight]:
-        """Packed matrices in one buffer, in the order of the file; bytes arrive with ``fill``."""
-        entries = [self._matrix_entry(name, shape) for name, shape in shapes.items()]
-        self._bind(entries)
-        buffer = np.empty(sum(entry.nbytes for entry in entries), dtype=np.uint8)
-        found, at = {}, 0
-        for entry in sorted(entries, key=lambda entry: entry.offset):
-            found[entry.name] = self._plan(entry, buffer[at : at + entry.nbytes])
-            at += entry.nbytes
-        return found
 
     def values(self, name: str, *shape: int) -> F32:
         """A small tensor of any decodable float type, read and decoded now."""
-        entry = self._entry(name, shape)
+        entry = self.entry(name, shape)
         if entry.type_id == TIDI32.id:
             raise ModelTensorError(
                 "ids where numbers belong", path=self._reader.path, tensor=name, found=TIDI32.name
@@ -75,7 +57,7 @@ class ArtifactSource:
 
     def ids(self, name: str, rows: int, cols: int, below: int) -> npt.NDArray[np.int32]:
         """A table of ids in 0 .. below - 1, read now."""
-        entry = self._entry(name, (rows, cols))
+        entry = self.entry(name, (rows, cols))
         if entry.type_id != TIDI32.id:
             raise ModelTensorError(
                 "numbers where ids belong",
@@ -95,30 +77,8 @@ class ArtifactSource:
             )
         return table.astype(np.int32)
 
-    def fill(self, progress: Progress | None) -> None:
-        """Read and check the bytes of every planned matrix.
-
-        ``progress`` is called with (bytes done, bytes in all), in this thread.
-        """
-        total = sum(entry.nbytes for entry, _ in self._planned)
-        done = 0
-        with ThreadPoolExecutor(_LANES, "ds4q-read") as pool:
-            jobs = [
-                pool.submit(self._read_rows, entry, buffer, first, last)
-                for entry, buffer in self._planned
-                for first, last in _row_pieces(entry)
-            ]
-            try:
-                for job in as_completed(jobs):
-                    done += job.result()
-                    if progress is not None:
-                        progress(done, total)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        self._planned.clear()
-
-    def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+    def entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        """The index entry of a tensor that must have this shape, and the length of its type."""
         path = self._reader.path
         entry = self._reader.tensors.get(name)
         if entry is None:
@@ -130,15 +90,16 @@ class ArtifactSource:
         check_entry(entry.type_id, shape, entry.group_size, entry.nbytes, path=path, tensor=name)
         return entry
 
-    def _matrix_entry(self, name: str, shape: tuple[int, int]) -> TensorEntry:
-        entry = self._entry(name, shape)
+    def matrix_entry(self, name: str, shape: tuple[int, int]) -> TensorEntry:
+        """As ``entry``, of a type that there are kernels for."""
+        entry = self.entry(name, shape)
         if entry.type_id not in FORMATS:
             raise BackendTypeError(
                 path=self._reader.path, tensor=name, found=type_of(entry.type_id).name
             )
         return entry
 
-    def _bind(self, entries: Iterable[TensorEntry]) -> None:
+    def bind(self, entries: Iterable[TensorEntry]) -> None:
         """Bind the tensors of mixed types among ``entries`` to their table rows, or none of them.
 
         A resident tensor has one buffer for as long as it lives, so its name is the slot.
@@ -146,13 +107,21 @@ class ArtifactSource:
         mixed = (entry.name for entry in entries if type_of(entry.type_id) in MIXED)
         self._registry.bind_all((name, name) for name in mixed)
 
-    def _plan(self, entry: TensorEntry, buffer: U8) -> Weight:
-        self._planned.append((entry, buffer))
-        name, (rows, cols) = entry.name, entry.shape
-        coding = self._codings.coding(name)
+    def coding(self, entry: TensorEntry) -> Coding | None:
+        """What the bytes of a bound tensor cannot be read without."""
         if type_of(entry.type_id) in MIXED:
-            coding = self._registry.row(name, name)
-        return Weight(entry.type_id, rows, cols, buffer, coding)
+            return self._registry.row(entry.name, entry.name)
+        return self._codings.coding(entry.name)
+
+    def check_rows(self, entry: TensorEntry, part: U8, first: int, last: int) -> None:
+        """Refuse ``part``, rows ``first`` .. ``last - 1``, if the type forbids its bytes."""
+        self._codec(entry).validate(
+            part,
+            (last - first, entry.shape[1]),
+            first_row=first,
+            path=self._reader.path,
+            tensor=entry.name,
+        )
 
     def _codec(self, entry: TensorEntry) -> Codec:
         return self._codings.codec(entry)
@@ -162,21 +131,73 @@ class ArtifactSource:
         codec.validate(payload, entry.shape, path=self._reader.path, tensor=entry.name)
         return codec.decode(payload, entry.shape)
 
+
+class ArtifactSource(Tensors):
+    """The tensors of an open artifact, as the model takes them: matrices in host memory.
+
+    Parameters
+    ----------
+    reader : stays open until ``fill`` has returned
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(reader)
+        self._planned: list[tuple[TensorEntry, U8]] = []
+
+    def matrix(self, name: str, rows: int, cols: int) -> Weight:
+        """A packed [rows, cols] matrix, whose bytes arrive with ``fill``."""
+        entry = self.matrix_entry(name, (rows, cols))
+        self.bind([entry])
+        return self._plan(entry, np.empty(entry.nbytes, dtype=np.uint8))
+
+    def matrices(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Weight]:
+        """Packed matrices in one buffer, in the order of the file; bytes arrive with ``fill``."""
+        entries = [self.matrix_entry(name, shape) for name, shape in shapes.items()]
+        self.bind(entries)
+        buffer = np.empty(sum(entry.nbytes for entry in entries), dtype=np.uint8)
+        found, at = {}, 0
+        for entry in sorted(entries, key=lambda entry: entry.offset):
+            found[entry.name] = self._plan(entry, buffer[at : at + entry.nbytes])
+            at += entry.nbytes
+        return found
+
+    def fill(self, progress: Progress | None) -> None:
+        """Read and check the bytes of every planned matrix.
+
+        ``progress`` is called with (bytes done, bytes in all), in this thread.
+        """
+        total = sum(entry.nbytes for entry, _ in self._planned)
+        done = 0
+        with ThreadPoolExecutor(_LANES, "ds4q-read") as pool:
+            jobs = [
+                pool.submit(self._read_rows, entry, buffer, first, last)
+                for entry, buffer in self._planned
+                for first, last in row_pieces(entry)
+            ]
+            try:
+                for job in as_completed(jobs):
+                    done += job.result()
+                    if progress is not None:
+                        progress(done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        self._planned.clear()
+
+    def _plan(self, entry: TensorEntry, buffer: U8) -> Weight:
+        self._planned.append((entry, buffer))
+        rows, cols = entry.shape
+        return Weight(entry.type_id, rows, cols, buffer, self.coding(entry))
+
     def _read_rows(self, entry: TensorEntry, buffer: U8, first: int, last: int) -> int:
         row_bytes = entry.nbytes // entry.shape[0]
         part = buffer[first * row_bytes : last * row_bytes]
         self._reader.read_into(entry, part, first * row_bytes)
-        self._codec(entry).validate(
-            part,
-            (last - first, entry.shape[1]),
-            first_row=first,
-            path=self._reader.path,
-            tensor=entry.name,
-        )
+        self.check_rows(entry, part, first, last)
         return part.nbytes
 
 
-def _row_pieces(entry: TensorEntry) -> list[tuple[int, int]]:
+def row_pieces(entry: TensorEntry) -> list[tuple[int, int]]:
     """Row ranges of about 16 MiB each that cover the tensor."""
     rows = entry.shape[0]
     step = max(1, _PIECE_BYTES * rows // entry.nbytes)
