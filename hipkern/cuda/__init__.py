@@ -1,0 +1,108 @@
+"""Owns building the HIP libraries that run on NVIDIA GPUs. Knows neither kernels nor devices.
+
+``libamdhip64.so`` and ``libhiprtc.so`` are built here from C++, on first use: the names that
+hip-python calls, over the CUDA driver and NVRTC. They are a way to run the same kernels and the
+same host path on another maker's hardware, and tell nothing about the speed of an AMD GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ds4q.hipkern.errors import HipLibraryError, KernelBuildError
+
+SOURCES = Path(__file__).parent
+LIBRARIES = {"libamdhip64.so": "hip.cpp", "libhiprtc.so": "hiprtc.cpp"}
+DRIVER = "libcuda.so.1"
+FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden")
+
+
+def build(cache_dir: Path) -> Path:
+    """The folder to use as ``ROCM_PATH``; built under ``cache_dir`` where it is not there yet.
+
+    Raises
+    ------
+    HipLibraryError : NVRTC or a C++ compiler is missing
+    KernelBuildError : the compiler refused the source
+    """
+    return build_for(cache_dir, DRIVER, find_nvrtc())
+
+
+def build_for(cache_dir: Path, driver: str, nvrtc: str) -> Path:
+    """``build`` for a driver and a compiler library of given names; neither needs to be there."""
+    compiler = _compiler()
+    defines = (f'-DDS4Q_CUDA_DRIVER="{driver}"', f'-DDS4Q_NVRTC="{nvrtc}"')
+    digest = hashlib.sha256(repr((compiler, FLAGS, defines)).encode())
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(source.read_bytes())
+    folder = cache_dir / f"cuda-{digest.hexdigest()[:16]}"
+    if folder.is_dir():
+        return folder
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_dir) as temporary:
+        made = Path(temporary) / "root"
+        (made / "lib").mkdir(parents=True)
+        for library, source in LIBRARIES.items():
+            command = [*compiler, *FLAGS, *defines, str(SOURCES / source)]
+            _run([*command, "-o", str(made / "lib" / library), "-ldl"])
+        try:
+            made.rename(folder)
+        except OSError:  # another process was first
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+def find_nvrtc() -> str:
+    """NVRTC's library: of the wheel, of ``CUDA_HOME`` or ``CUDA_PATH``, or the loader's."""
+    tried = list(_nvrtc_candidates())
+    for name in tried:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return name
+    raise HipLibraryError(
+        "NVRTC, which compiles kernels for an NVIDIA GPU, was not found",
+        expected="one of " + ", ".join(tried),
+        remedy="pip install nvidia-cuda-nvrtc, or set CUDA_HOME",
+    )
+
+
+def _nvrtc_candidates() -> Iterator[str]:
+    for entry in sys.path:
+        for found in sorted(Path(entry).glob("nvidia/*/lib/libnvrtc.so.[0-9]*"), reverse=True):
+            yield str(found)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            yield str(Path(os.environ[variable]) / "lib64" / "libnvrtc.so")
+    yield from ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+
+
+def _compiler() -> tuple[str, ...]:
+    for name in ("g++", "clang++", "c++"):
+        found = shutil.which(name)
+        if found:
+            return (found,)
+    raise HipLibraryError(
+        "no C++ compiler builds the library over NVIDIA's driver",
+        expected="g++, clang++ or c++ on the PATH",
+        remedy="install g++",
+    )
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+        raise KernelBuildError(
+            f"the library over NVIDIA's driver does not build: {lines[0]}", remedy="report it"
+        )
