@@ -88,6 +88,19 @@ def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def pread_all(fd: int, out: U8, offset: int, *, path: object) -> None:
+    """Fill ``out`` (contiguous) from ``offset`` of an open file, or raise ``TruncatedError``."""
+    view = flat(out)
+    done = 0
+    while done < len(view):
+        n = os.preadv(fd, [view[done:]], offset + done)
+        if n == 0:
+            raise TruncatedError(
+                path=path, expected=f"{len(view)} bytes at offset {offset}", found=f"{done}"
+            )
+        done += n
+
+
 class _IndexCursor:
     """Takes fields from the index bytes; every field must end at or before data_offset."""
 
@@ -186,17 +199,7 @@ class Reader:
 
     def pread_into(self, out: U8, offset: int) -> None:
         """Fill ``out`` (contiguous) from file ``offset``, or raise ``TruncatedError``."""
-        view = flat(out)
-        done = 0
-        while done < len(view):
-            n = os.preadv(self._fd, [view[done:]], offset + done)
-            if n == 0:
-                raise TruncatedError(
-                    path=self.path,
-                    expected=f"{len(view)} bytes at offset {offset}",
-                    found=f"{done}",
-                )
-            done += n
+        pread_all(self._fd, out, offset, path=self.path)
 
     def entry(self, name: str) -> TensorEntry:
         """The index entry of ``name``; exact match only."""

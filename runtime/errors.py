@@ -75,6 +75,26 @@ class ModelTensorError(RunError):
     rule = "tensor does not fit the config"
 
 
+class PackedReadError(RunError, ValueError):
+    """A list of reads that cannot be carried out."""
+
+    rule = "bad list of reads"
+
+
+class DeviceMemoryError(RunError):
+    """The model does not fit the memory that is free on the device."""
+
+    rule = "the model does not fit the device's memory"
+    cure = "free memory there, ask for a shorter context, or quantize smaller (--target-size)"
+
+
+class DeviceModelError(RunError):
+    """A model whose sizes the device's kernels do not take."""
+
+    rule = "the device's kernels cannot run this model"
+    cure = "run it with --device cpu"
+
+
 class TokenError(RunError, ValueError):
     """A token id outside the vocabulary, or no tokens at all."""
 
