@@ -50,8 +50,8 @@ def build_for(cache_dir: Path, driver: str, nvrtc: str) -> Path:
     with tempfile.TemporaryDirectory(dir=cache_dir) as temporary:
         made = Path(temporary) / "root"
         (made / "lib").mkdir(parents=True)
-        for library, source in LIBRARIES.items():
-            command = [*compiler, *FLAGS, *defines, str(SOURCES / source)]
+        for library, code in LIBRARIES.items():
+            command = [*compiler, *FLAGS, *defines, str(SOURCES / code)]
             _run([*command, "-o", str(made / "lib" / library), "-ldl"])
         try:
             made.rename(folder)

@@ -117,7 +117,7 @@ bool known_device(int device) {
 
 }  // namespace
 
-// ---- library, devices, errors --------------------------------------------------------------------
+// ---- library, devices, errors -------------------------------------------------------------------
 EXPORT hipError_t hipInit(unsigned) { return enter(); }
 
 EXPORT hipError_t hipRuntimeGetVersion(int* version) {
@@ -216,7 +216,7 @@ EXPORT const char* hipGetErrorString(hipError_t error) {
   return text == nullptr ? "unknown error" : text;
 }
 
-// ---- memory --------------------------------------------------------------------------------------
+// ---- memory -------------------------------------------------------------------------------------
 EXPORT hipError_t hipMemGetInfo(size_t* free, size_t* total) {
   return call(&Driver::memory_info, free, total);
 }
@@ -302,7 +302,7 @@ EXPORT hipError_t hipMemsetAsync(void* to, int byte, size_t bytes, Handle stream
   return call(&Driver::fill_async, address(to), static_cast<unsigned char>(byte), bytes, stream);
 }
 
-// ---- streams, events -----------------------------------------------------------------------------
+// ---- streams, events ----------------------------------------------------------------------------
 EXPORT hipError_t hipStreamCreate(Handle* stream) {
   return call(&Driver::stream_create, stream, 0u);
 }
@@ -330,7 +330,7 @@ EXPORT hipError_t hipEventElapsedTime(float* ms, Handle first, Handle last) {
   return call(&Driver::event_elapsed, ms, first, last);
 }
 
-// ---- graphs --------------------------------------------------------------------------------------
+// ---- graphs -------------------------------------------------------------------------------------
 EXPORT hipError_t hipStreamBeginCapture(Handle stream, int mode) {
   return call(&Driver::capture_begin, stream, mode);
 }
@@ -358,7 +358,7 @@ EXPORT hipError_t hipGraphExecDestroy(Handle executable) {
   return call(&Driver::graph_exec_destroy, executable);
 }
 
-// ---- modules, launches ---------------------------------------------------------------------------
+// ---- modules, launches --------------------------------------------------------------------------
 EXPORT hipError_t hipModuleLoadData(Handle* module, const void* image) {
   if (module == nullptr || image == nullptr) return remember(hipErrorInvalidValue);
   if (is_for_amd(static_cast<const unsigned char*>(image))) {
