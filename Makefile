@@ -5,6 +5,9 @@ RUN := $(VENV)/bin/python -m
 ROOMS := artifact hipkern quantize registry runtime
 INSTALLED := $(VENV)/.installed
 
+# Tests of one file share what they build, so a file stays on one core.
+SPREAD := --numprocesses auto --maxprocesses 8 --dist loadfile
+
 DEMO_SOURCE := tests/data/ds4-tiny
 DEMO_FILE := demo/ds4-tiny.hfq
 DEMO_PROMPT := Repeat exactly: kv_cache_block_17
@@ -40,7 +43,7 @@ demo: setup ## quantize, verify and run the small trained model
 	$(RUN) ds4q run $(DEMO_FILE) -p "$(DEMO_PROMPT)" --temp 0
 
 test: setup ## the tests, without those that take minutes or need a GPU
-	$(RUN) pytest -m "not slow and not gpu"
+	$(RUN) pytest -m "not slow and not gpu" $(SPREAD)
 
 test-slow: setup ## the tests that take minutes
 	$(RUN) pytest -m slow

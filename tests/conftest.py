@@ -27,7 +27,12 @@ def house_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         for name in [n for n in os.environ if n.startswith("DS4Q_") and n != "DS4Q_REFERENCE"]:
             patch.delenv(name)
         patch.delenv("PYTHONUNBUFFERED", raising=False)  # users' streams are buffered
-        patch.setenv("DS4Q_HOME", str(tmp_path_factory.mktemp("ds4q-home")))
+        base = tmp_path_factory.getbasetemp()
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            base = base.parent  # of this run, not of one worker: what is built is built once
+        home = base / "ds4q-home"
+        home.mkdir(exist_ok=True)
+        patch.setenv("DS4Q_HOME", str(home))
         yield
 
 
