@@ -1,0 +1,132 @@
+"""Owns the kernels of a device: builds a file at its first use, loads it, launches by name.
+
+The sources lie in the folder ``kernels`` beside this module. What a launch needs to know of a
+kernel is read from its declaration there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds4q.hipkern.build import compile_source, label
+from ds4q.hipkern.errors import CodeObjectError
+from ds4q.hipkern.handles import Function, Module
+from ds4q.hipkern.source import FOLDER, Source, load
+
+if TYPE_CHECKING:
+    from ds4q.hipkern.driver import Device
+    from ds4q.hipkern.streams import Stream
+
+Defines = Mapping[str, int]
+Grid = tuple[int, int, int]
+_NONE: Defines = {}
+
+
+class Kernels:
+    """All kernels of one device, one module for each file and set of defines.
+
+    Parameters
+    ----------
+    device : owns the modules
+    folder : where the sources are
+    objects : a folder of ``hipkern.objects``; its code objects are loaded in place of building
+    """
+
+    def __init__(self, device: Device, folder: Path = FOLDER, objects: Path | None = None) -> None:
+        self.device = device
+        self._folder = folder
+        self._objects = objects
+        self._lock = threading.Lock()
+        self._sources: dict[str, Source] = {}
+        self._modules: dict[tuple[str, tuple[tuple[str, int], ...]], Module] = {}
+        self._functions: dict[tuple[Any, ...], Function] = {}
+
+    def launch(
+        self,
+        stream: Stream,
+        file: str,
+        kernel: str,
+        grid: Grid,
+        *arguments: Any,
+        defines: Defines = _NONE,
+    ) -> None:
+        """Run ``kernel`` of ``file``, built with ``defines``, on ``stream``.
+
+        Raises
+        ------
+        HipUsageError : no such kernel, or arguments that do not fit its declaration
+        KernelBuildError, CodeObjectError : its code cannot be had
+        """
+        function = self._functions.get((file, kernel, *defines.items()))
+        if function is None:
+            function = self.function(file, kernel, defines)
+        function.launch(stream, grid, *arguments)
+
+    def function(self, file: str, kernel: str, defines: Defines = _NONE) -> Function:
+        """The kernel itself, for those who launch it often."""
+        key = (file, kernel, *defines.items())
+        with self._lock:
+            found = self._functions.get(key)
+            if found is None:
+                source = self._source(file)
+                declared = source.kernel(kernel)
+                threads = source.threads(kernel, defines)
+                module = self._module(source, defines)
+                found = module.function(kernel, threads, declared.kinds)
+                self._functions[key] = found
+            return found
+
+    def prepare(self, builds: Iterable[tuple[str, Defines]], workers: int | None = None) -> None:
+        """Build what is not in the cache yet, several at a time, and load it all."""
+        wanted = [(self._source(file), defines) for file, defines in builds]
+        count = workers or len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda build: self._code(*build), wanted))
+        with self._lock:
+            for source, defines in wanted:
+                self._module(source, defines)
+
+    def _source(self, file: str) -> Source:
+        found = self._sources.get(file)
+        if found is None:
+            found = self._sources[file] = load(file, self._folder)
+        return found
+
+    def _module(self, source: Source, defines: Defines) -> Module:
+        key = (source.file, tuple(sorted(defines.items())))
+        found = self._modules.get(key)
+        if found is None:
+            found = self.device.module(self._code(source, defines), label(source, defines))
+            self._modules[key] = found
+        return found
+
+    def _code(self, source: Source, defines: Defines) -> bytes:
+        if self._objects is None:
+            return compile_source(self.device, source, defines)
+        return read_object(self._objects, self.device.arch, source, defines)
+
+
+def object_name(source: Source, defines: Defines) -> str:
+    """File name of a code object: ``linear-DS4Q_DECODER=21.hsaco``."""
+    words = [f"{name}={value}" for name, value in sorted(defines.items())]
+    return "-".join([Path(source.file).stem, *words]) + ".hsaco"
+
+
+def read_object(folder: Path, arch: str, source: Source, defines: Defines) -> bytes:
+    """A code object that ``hipkern.objects`` built for ``arch``."""
+    path = folder / arch / object_name(source, defines)
+    try:
+        return path.read_bytes()
+    except OSError:
+        built = sorted(p.name for p in folder.glob("*") if p.is_dir())
+        raise CodeObjectError(
+            f"there is no code object of {label(source, defines)} for {arch}",
+            path=path,
+            expected=f"one of {', '.join(built)}" if arch not in built and built else None,
+            remedy="build it with python -m ds4q.hipkern.objects, or let hiprtc build it here",
+        ) from None
