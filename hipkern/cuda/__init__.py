@@ -22,7 +22,7 @@ from ds4q.hipkern.errors import HipLibraryError, KernelBuildError
 SOURCES = Path(__file__).parent
 LIBRARIES = {"libamdhip64.so": "hip.cpp", "libhiprtc.so": "hiprtc.cpp"}
 DRIVER = "libcuda.so.1"
-FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden")
+FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden")
 
 
 def build(cache_dir: Path) -> Path:
