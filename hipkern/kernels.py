@@ -26,6 +26,28 @@ Defines = Mapping[str, int]
 Grid = tuple[int, int, int]
 _NONE: Defines = {}
 
+DECODERS = (1, 2, 3, 16, 21, 100, 101, 102, 103, 104, 106, 358, 363)
+"""Ways to decode a block, by tensor type; 358 and 363 are second readings of 102 and 107."""
+
+ANY = 0  # a decoder that is looked up for each matrix
+
+
+def builds(folder: Path = FOLDER) -> list[tuple[str, Defines]]:
+    """Every (file, defines) that a run may need, by the macros that each file leaves open."""
+    found: list[tuple[str, Defines]] = []
+    for path in sorted(folder.glob("*.hip")):
+        text = path.read_text("utf-8")
+        if "DS4Q_DECODER" in text:
+            found += [(path.name, {"DS4Q_DECODER": decoder}) for decoder in DECODERS]
+        elif "DS4Q_GATE" in text:
+            found += [
+                (path.name, {"DS4Q_GATE": decoder, "DS4Q_DOWN": decoder, "DS4Q_SHARED": ANY})
+                for decoder in (ANY, *DECODERS)
+            ]
+        else:
+            found.append((path.name, _NONE))
+    return found
+
 
 class Kernels:
     """All kernels of one device, one module for each file and set of defines.

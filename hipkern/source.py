@@ -1,7 +1,7 @@
 """Owns what the host reads out of a kernel file: declarations, includes, stated figures.
 
-Compiles nothing. A kernel is declared once, in its source, ``DS4Q_KERNEL(name, threads, (arguments))``:
-the host takes block size and argument kinds from there.
+Compiles nothing. A kernel is declared once, in its source, as ``DS4Q_KERNEL(name, threads,
+(arguments))``: the host takes block size and argument kinds from there.
 """
 
 from __future__ import annotations
