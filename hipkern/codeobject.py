@@ -54,7 +54,7 @@ def metadata(image: bytes, path: object = None) -> dict[str, Any]:
                 found = msgpack.unpackb(text)
                 if isinstance(found, dict) and "amdhsa.kernels" in found:
                     return found
-    except (struct.error, ValueError, msgpack.exceptions.UnpackException):
+    except (struct.error, OverflowError, ValueError, msgpack.exceptions.UnpackException):
         pass  # cut short or damaged: as good as none
     raise CodeObjectError("not a code object: it holds no AMDGPU metadata", path=path)
 

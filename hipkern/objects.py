@@ -149,7 +149,7 @@ def table(rows: Sequence[tuple[str, Kernel]]) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
     """The program; 1 where a kernel does not compile or breaks a gate."""
     parser = argparse.ArgumentParser(
         prog="python -m ds4q.hipkern.objects",
@@ -161,8 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, help="compilers at a time (all cores)")
     asked = parser.parse_args(arguments)
     wanted = [
-        (load(file), defines)
-        for file, defines in builds()
+        (load(file, folder), defines)
+        for file, defines in builds(folder)
         if asked.file is None or file in asked.file
     ]
     if not wanted:
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as temporary:
             output = asked.output or Path(temporary)
-            rows = build_all(wanted, asked.arch or BUILT_ARCHS, output, asked.jobs)
+            rows = build_all(wanted, asked.arch or BUILT_ARCHS, output, asked.jobs, folder)
     except HipError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
