@@ -185,7 +185,8 @@ class Device:
 
     def copy(self, to: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         if nbytes:
-            self.call("hipMemcpyAsync", to, source, nbytes, kind, stream)
+            way = self.library.hip.hipMemcpyKind(kind)  # the binding refuses plain numbers
+            self.call("hipMemcpyAsync", to, source, nbytes, way, stream)
 
     def ready(self, function: str, handle: Any) -> bool:
         """Ask a query function: 0 is yes, ``hipErrorNotReady`` is no."""
@@ -278,6 +279,8 @@ class Device:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     raw = value if isinstance(value, bytes) else bytes(value)
     return raw.split(b"\0")[0].decode("utf-8", "replace")
 

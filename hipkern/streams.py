@@ -192,7 +192,8 @@ class Capture:
         if stream.capturing:
             raise HipUsageError("this stream is being captured already")
         stream.device.enter()
-        stream.device.call("hipStreamBeginCapture", stream.handle, RELAXED)
+        mode = stream.device.library.hip.hipStreamCaptureMode(RELAXED)
+        stream.device.call("hipStreamBeginCapture", stream.handle, mode)
         stream.capturing = True
         return self
 
