@@ -1,0 +1,139 @@
+// Owns what a token leaves behind for attention: its row in the window, raw rows of the compressors,
+// and the entry of a window that it completes; and the norm of its low-rank query. All of it in one
+// launch, the same for one token as for a batch. Products are linear.hip's.
+//
+// latents: grid (2 at ratio 0, 3 at 128, 4 at 4; T), block 512, LDS 4160.
+//   Block 0: query_out [T][query_width] = RMSNorm of query; in place or apart.
+//   Block 1: kv [T][D] normed and turned, to the window's ring.
+//   Block 2: values, gates [T][C] to their rings, ape [ratio][C] added to gates; where the token is
+//     its window's last, the entry: per channel a softmax over the window's gates weighs its values,
+//     then norm and turn. At ratio 4, C = 2 D: the tokens of the window before give their first D
+//     columns, the others their last D. Block 3: the same for the indexer's width.
+//   A batch's own raw rows are read from values and gates, older ones from the rings, so blocks do
+//   not wait for each other. cos, sin [T][pairs] at the tokens; window_cos, window_sin [windows]
+//   [pairs] at the first token of each window completed by the batch. D, index_width <= 1024,
+//   multiples of 4. Base pointers 16-byte aligned.
+//   Sums: over a window in order of position, fused; squares: a thread's columns in order, fused,
+//   then ds4q_block_sum.
+// Measured: not yet on a device; nothing here has run on AMD hardware.
+#include "ds4q_dense.h"
+#include "ds4q_state.h"
+
+#define LATENT_THREADS 512
+#define LATENT_WIDTH 1024
+
+// RMSNorm; thread i owns columns i, i + 512, ..
+DS4Q_FN void latent_norm(const float* x, const float* weight, float* out, int width, float eps,
+                         float* room) {
+  float squares = 0.0f;
+  for (int c = (int)ds4q_thread(); c < width; c += LATENT_THREADS) {
+    squares = ds4q_fma(x[c], x[c], squares);
+  }
+  float r = ds4q_inverse_rms(ds4q_block_sum(squares, room), width, eps);
+  for (int c = (int)ds4q_thread(); c < width; c += LATENT_THREADS) out[c] = weight[c] * (x[c] * r);
+}
+
+// The normed `row` in shared memory to `out`, its last 2 pairs columns turned.
+DS4Q_FN void latent_turn(const float* row, float* out, int width, int pairs, const float* cos,
+                         const float* sin) {
+  ds4q_barrier();
+  for (int i = (int)ds4q_thread(); i < width / 2; i += LATENT_THREADS) {
+    float a = row[2 * i], b = row[2 * i + 1];
+    int pair = i - (width / 2 - pairs);
+    if (pair >= 0) ds4q_turn(a, b, cos[pair], sin[pair]);
+    out[2 * i] = a;
+    out[2 * i + 1] = b;
+  }
+}
+
+struct latent_rows {  // raw rows by position
+  const float *values, *gates, *ape;
+  const float *old_values, *old_gates;
+  int first, ratio, columns, slots;
+};
+DS4Q_FN float latent_gate(const latent_rows& rows, int position, int column) {
+  if (position < rows.first) {
+    return rows.old_gates[(ds4q_u64)(position % rows.slots) * rows.columns + column];
+  }
+  return rows.gates[(ds4q_u64)(position - rows.first) * rows.columns + column] +
+         rows.ape[position % rows.ratio * rows.columns + column];
+}
+DS4Q_FN float latent_value(const latent_rows& rows, int position, int column) {
+  if (position < rows.first) {
+    return rows.old_values[(ds4q_u64)(position % rows.slots) * rows.columns + column];
+  }
+  return rows.values[(ds4q_u64)(position - rows.first) * rows.columns + column];
+}
+
+// The window whose last token is `last`, pooled to `entry` [width].
+DS4Q_FN void latent_pool(const latent_rows& rows, int last, int width, float* entry) {
+  int own = last + 1 - rows.ratio;
+  int start = rows.columns > width && own > 0 ? own - rows.ratio : own;
+  int shift = rows.columns - width;
+  for (int c = (int)ds4q_thread(); c < width; c += LATENT_THREADS) {
+    float top = -ds4q_infinity();
+    for (int p = start; p <= last; p++) {
+      top = ds4q_max(latent_gate(rows, p, p < own ? c : c + shift), top);
+    }
+    float total = 0.0f, sum = 0.0f;
+    for (int p = start; p <= last; p++) {
+      int column = p < own ? c : c + shift;
+      float weight = ds4q_exp(latent_gate(rows, p, column) - top);
+      total = total + weight;
+      sum = ds4q_fma(weight, latent_value(rows, p, column), sum);
+    }
+    entry[c] = sum / total;
+  }
+}
+
+// Stores the token's raw rows, and the entry that it completes.
+DS4Q_FN void latent_compress(const float* values, const float* gates, const float* ape,
+                             const float* norm, float* value_ring, float* gate_ring, float* entries,
+                             int slots, int width, const float* window_cos, const float* window_sin,
+                             const ds4q_step* step, int pairs, int ratio, float eps, float* row,
+                             float* room) {
+  int columns = ratio == 4 ? 2 * width : width, t = (int)ds4q_block_y();
+  int first = step->first, position = first + t;
+  ds4q_u64 from = (ds4q_u64)t * columns, to = (ds4q_u64)(position % slots) * columns;
+  for (int c = (int)ds4q_thread(); c < columns; c += LATENT_THREADS) {
+    value_ring[to + c] = values[from + c];
+    gate_ring[to + c] = gates[from + c] + ape[position % ratio * columns + c];
+  }
+  if ((position + 1) % ratio != 0) return;
+  latent_rows rows = {values, gates, ape, value_ring, gate_ring, first, ratio, columns, slots};
+  latent_pool(rows, position, width, row);
+  latent_norm(row, norm, row, width, eps, room);
+  ds4q_u64 window = (ds4q_u64)(position / ratio - first / ratio) * pairs;
+  latent_turn(row, entries + (ds4q_u64)(position / ratio) * width, width, pairs,
+              window_cos + window, window_sin + window);
+}
+
+DS4Q_KERNEL(latents, LATENT_THREADS,
+            (const float* query, const float* query_norm, float* query_out, int query_width,
+             const float* kv, const float* kv_norm, const float* values, const float* gates,
+             const float* ape, const float* entry_norm, const float* index_values,
+             const float* index_gates, const float* index_ape, const float* index_norm,
+             const float* cos, const float* sin, const float* window_cos, const float* window_sin,
+             const ds4q_layer_state* state, const ds4q_step* step, int D, int index_width,
+             int pairs, int ratio, float eps)) {
+  DS4Q_SHARED(float, row, LATENT_WIDTH);
+  DS4Q_SHARED(float, room, LATENT_THREADS / DS4Q_LANES);
+  ds4q_u64 t = ds4q_block_y();
+  if (ds4q_block_x() == 0) {
+    latent_norm(query + t * query_width, query_norm, query_out + t * query_width, query_width, eps,
+                room);
+  } else if (ds4q_block_x() == 1) {
+    latent_norm(kv + t * D, kv_norm, row, D, eps, room);
+    ds4q_u64 slot = (ds4q_u64)(step->first + (int)t) % (ds4q_u32)state->window_rows;
+    latent_turn(row, state->window + slot * D, D, pairs, cos + t * pairs, sin + t * pairs);
+  } else {
+    bool index = ds4q_block_x() == 3;
+    latent_compress(index ? index_values : values, index ? index_gates : gates,
+                    index ? index_ape : ape, index ? index_norm : entry_norm,
+                    index ? state->index_values : state->values,
+                    index ? state->index_gates : state->gates,
+                    index ? state->index_entries : state->entries,
+                    index ? state->index_ring_rows : state->ring_rows, index ? index_width : D,
+                    window_cos, window_sin, step, pairs, ratio, eps, row, room);
+  }
+}
