@@ -41,7 +41,7 @@ def builds(folder: Path = FOLDER) -> list[tuple[str, Defines]]:
             found += [(path.name, {"DS4Q_DECODER": decoder}) for decoder in DECODERS]
         elif "DS4Q_GATE" in text:
             found += [
-                (path.name, {"DS4Q_GATE": decoder, "DS4Q_DOWN": decoder, "DS4Q_SHARED": ANY})
+                (path.name, {"DS4Q_GATE": decoder, "DS4Q_DOWN": decoder, "DS4Q_SHARED_EXPERT": ANY})
                 for decoder in (ANY, *DECODERS)
             ]
         else:

@@ -1,0 +1,85 @@
+// Owns values of packed matrices: whole ones in f32 or f16, and embedding rows. Not: products.
+//
+// decode_f32, decode_f16: grid (ceil(rows * cols / 32 / 128), 1, 1), 128 threads, no LDS. Thread i
+//   gives the 32 values of block i. f32 has the bits of the CPU codecs; f16 is those rounded to
+//   nearest even, subnormals kept, infinite beyond f16's range.
+// embed: grid (ceil(cols / 32 / 128), tokens, 1), 128 threads, no LDS. Copies of row ids[t]
+//   fill streams [tokens][n_streams][cols].
+//
+// `data` is 16-byte aligned and followed by 16 readable bytes; rows lie at any byte; `out` and
+// `streams` are 16-byte aligned. Compiled once for each decoder. Hashes compared on an NVIDIA H200
+// and on the CPU; nothing here has run on AMD hardware.
+#include "ds4q_unpack.h"
+
+#ifndef DS4Q_DECODER
+#define DS4Q_DECODER 21
+#endif
+#define DECODE_THREADS 128
+
+// One block's values. Each is one correctly rounded product, as in the codecs.
+DS4Q_FN void decode_block(const ds4q_u8* row, int block, const ds4q_tables& tables, float* value) {
+  using format = ds4q_format<DS4Q_DECODER>;
+  ds4q_u32 words[(format::BLOCK_BYTES + 3) / 4];
+  float level[DS4Q_BLOCK], scale[2];
+  ds4q_load_block<format::BLOCK_BYTES>(row + format::HEADER + (ds4q_u64)block * format::BLOCK_BYTES,
+                                       words);
+  format::unpack(words, 0, tables, level, scale);
+  float factor = format::factor(row);
+  DS4Q_UNROLL
+  for (int i = 0; i < DS4Q_BLOCK; i++) {
+    // A zero with a sign is +0 where the codec looks it up among whole numbers.
+    float exact = format::SIGNED_ZERO ? level[i] : level[i] + 0.0f;
+    value[i] = exact * factor * scale[format::HALVES ? i / 16 : 0];
+  }
+}
+
+struct decode_place {  // which block a thread decodes
+  const ds4q_u8* row;
+  int block;
+  ds4q_u64 first;  // the number of its first value
+  bool inside;
+};
+DS4Q_FN decode_place decode_place_of(const ds4q_u8* data, int rows, int cols, int row_bytes) {
+  ds4q_u64 blocks = (ds4q_u64)cols / DS4Q_BLOCK;
+  ds4q_u64 number = (ds4q_u64)ds4q_block_x() * DECODE_THREADS + ds4q_thread();
+  ds4q_u64 row = number / blocks;
+  decode_place at = {data + row * (ds4q_u64)row_bytes, (int)(number % blocks), number * DS4Q_BLOCK,
+                     row < (ds4q_u64)rows};
+  return at;
+}
+
+DS4Q_KERNEL(decode_f32, DECODE_THREADS,
+            (const ds4q_u8* data, const ds4q_books* books, float* out, int rows, int cols,
+             int row_bytes)) {
+  decode_place at = decode_place_of(data, rows, cols, row_bytes);
+  if (!at.inside) return;
+  float value[DS4Q_BLOCK];
+  decode_block(at.row, at.block, ds4q_tables_of<DS4Q_DECODER>(books), value);
+  DS4Q_UNROLL
+  for (int i = 0; i < DS4Q_BLOCK; i++) out[at.first + i] = value[i];
+}
+
+DS4Q_KERNEL(decode_f16, DECODE_THREADS,
+            (const ds4q_u8* data, const ds4q_books* books, ds4q_u16* out, int rows, int cols,
+             int row_bytes)) {
+  decode_place at = decode_place_of(data, rows, cols, row_bytes);
+  if (!at.inside) return;
+  float value[DS4Q_BLOCK];
+  decode_block(at.row, at.block, ds4q_tables_of<DS4Q_DECODER>(books), value);
+  DS4Q_UNROLL
+  for (int i = 0; i < DS4Q_BLOCK; i++) out[at.first + i] = ds4q_to_half(value[i]);
+}
+
+DS4Q_KERNEL(embed, DECODE_THREADS,
+            (const ds4q_matrix* m, const int* ids, float* streams, int n_streams)) {
+  int block = (int)(ds4q_block_x() * DECODE_THREADS + ds4q_thread()), token = (int)ds4q_block_y();
+  if (block >= m->cols / DS4Q_BLOCK) return;
+  float value[DS4Q_BLOCK];
+  decode_block(m->data + (ds4q_u64)ids[token] * (ds4q_u64)m->row_bytes, block,
+               ds4q_tables_of<DS4Q_DECODER>(m->books), value);
+  for (int s = 0; s < n_streams; s++) {
+    float* to = streams + ((ds4q_u64)token * n_streams + s) * m->cols + (ds4q_u64)block * DS4Q_BLOCK;
+    DS4Q_UNROLL
+    for (int i = 0; i < DS4Q_BLOCK; i++) to[i] = value[i];
+  }
+}

@@ -1,0 +1,362 @@
+// Owns how packed weights are read: matrices, books of levels, and the 32 weights of a block of
+// each tensor type. Sums and loops are the kernels' own (ds4q_dot.h).
+//
+// A weight's value is level * scale, and all rows of a matrix share one layout:
+//
+//   decoder                     block     scales                         levels
+//   1 F16, 2 F32, 16 BF16       64/128 B  none                           the weights themselves
+//   3 Q8F16                     34 B      f16 in bytes 0-1               int8 from byte 2 on
+//   21 HFP4G32                  17 B      E8M0 in byte 0; times the row's f16 header (16 bytes)
+//   100 / 101 ROCmFP4, Fast     18/17 B   UE4M3 in bytes 16, 17 / 16     nibbles j and j + 16
+//   102 / 358 ROCmFP6           26 B      UE4M3 in bytes 24, 25          6 bits; 358: code 32 = -32
+//   103 ROCmFP8                 33 B      UE4M3 in byte 32               int8
+//   104 ROCmFP3 (also 105)      14 B      UE4M3 in bytes 12, 13          3 bits, through books
+//   106 ROCmFP2 (107 but affine) 10 B     UE4M3 in bytes 8, 9            2 bits, through books
+//   363 ROCmFP2 affine          10 B      code * byte 8 - byte 9         exact in f32
+//
+// Words of a block are read at any byte offset; offsets are constants once loops are unrolled, so
+// nothing is left of the choice between aligned and shifted words.
+#pragma once
+#include "ds4q_dev.h"
+
+struct ds4q_books {  // levels of decoders 104 and 106, bf16
+  ds4q_u32 select;   // 1: bit 7 of a scale byte chooses the book; 0: a byte above 0x7e is scale 0
+  ds4q_u32 spare;
+  ds4q_u16 levels[2][8];
+};
+struct ds4q_matrix {
+  const ds4q_u8* data;  // rows, 16-byte aligned, followed by >= 16 readable bytes; null: absent
+  const ds4q_books* books;
+  int decoder, rows, cols, row_bytes, spare0, spare1;
+};
+struct ds4q_job {  // y[t * y_stride + row] = row . x[t * x_stride ...]
+  ds4q_matrix w;
+  const float* x;
+  float* y;
+  int x_stride, y_stride, first_block, spare;
+};
+static_assert(sizeof(ds4q_books) == 40 && sizeof(ds4q_matrix) == 40 && sizeof(ds4q_job) == 72, "");
+
+#define DS4Q_BLOCK 32  // weights of a block
+
+// ---- words and bytes of a block ------------------------------------------------------------------
+DS4Q_FN ds4q_u32 ds4q_word(const ds4q_u32* words, int at) {  // the four bytes from byte `at` on
+  ds4q_u32 low = words[at / 4], shift = (ds4q_u32)at % 4 * 8;
+  return shift == 0 ? low : (low >> shift) | (words[at / 4 + 1] << (32 - shift));
+}
+DS4Q_FN ds4q_u32 ds4q_byte(const ds4q_u32* words, int at) {
+  return words[at / 4] >> (at % 4 * 8) & 255;
+}
+
+// A block's bytes from any address. The words that hold them are read whole: up to three bytes
+// before the block and after it, which a matrix has (its data is aligned, and followed by more).
+template <int BYTES>
+DS4Q_FN void ds4q_load_block(const ds4q_u8* at, ds4q_u32* words) {
+  int before = (int)((ds4q_u64)at & 3);
+  const ds4q_u32* from = (const ds4q_u32*)(at - before);
+  ds4q_u32 low = from[0];
+  DS4Q_UNROLL
+  for (int i = 0; i < (BYTES + 3) / 4; i++) {
+    ds4q_u32 high = 4 * (i + 1) < before + BYTES ? from[i + 1] : 0;
+    words[i] = (ds4q_u32)(((ds4q_u64)high << 32 | low) >> 8 * before);
+    low = high;
+  }
+}
+
+// ---- scales --------------------------------------------------------------------------------------
+DS4Q_FN float ds4q_e8m0(ds4q_u32 byte) {  // 2^(byte - 127); byte 0 is subnormal, 255 NaN
+  return ds4q_float((byte << 23) | (byte == 0 || byte == 255 ? 0x00400000u : 0u));
+}
+// 2^-7 UE4M3: the byte's bits are those of an f16 of that value. Bytes above 0x7e are invalid: 0.
+DS4Q_FN float ds4q_ue4m3(ds4q_u32 byte) {
+  return ds4q_half((ds4q_u16)(byte < 0x7f ? byte << 7 : 0));
+}
+#define DS4Q_UE4M3 128.0f  // what is still to be multiplied
+
+// ---- levels --------------------------------------------------------------------------------------
+struct ds4q_tables {  // books, their low and their high bytes apart, as ds4q_bytes looks them up
+  ds4q_u32 scale_bits;  // of a scale byte that chooses a book
+  ds4q_u32 low[2][2], high[2][2];
+};
+DS4Q_FN ds4q_tables ds4q_no_tables() {
+  ds4q_tables t = {};
+  return t;
+}
+DS4Q_FN ds4q_tables ds4q_load_tables(const ds4q_books* books) {
+  ds4q_tables t;
+  t.scale_bits = books->select ? 0x7f : 0xff;
+  for (int b = 0; b < 2; b++) {
+    const ds4q_u32* pairs = (const ds4q_u32*)books->levels[b];
+    for (int i = 0; i < 2; i++) {
+      t.low[b][i] = ds4q_bytes(pairs[2 * i], pairs[2 * i + 1], 0x6420);
+      t.high[b][i] = ds4q_bytes(pairs[2 * i], pairs[2 * i + 1], 0x7531);
+    }
+  }
+  return t;
+}
+
+// Two f16 whose high bytes are bytes 0 and 1, or 2 and 3, of `bytes`.
+DS4Q_FN void ds4q_half_pair(ds4q_u32 pair, float* a, float* b) {
+  *a = ds4q_half((ds4q_u16)pair);
+  *b = ds4q_half((ds4q_u16)(pair >> 16));
+}
+// Eight 4-bit floats, whose magnitudes are f16 of which only the high byte is not zero: `low` has
+// those of 0 to 3, `high` of 4 to 7. Nibble i gives value i.
+DS4Q_FN void ds4q_fp4(ds4q_u32 word, ds4q_u32 low, ds4q_u32 high, float* value) {
+  ds4q_u32 magnitude = word & 0x77777777u;
+  ds4q_u32 even = word << 4;  // the signs of even nibbles, on top of their bytes
+  ds4q_u32 a = ds4q_bytes(low, high, magnitude);
+  a |= ds4q_bytes(even, word, 0x5140) & 0x80808080u;
+  ds4q_u32 b = ds4q_bytes(low, high, magnitude >> 16);
+  b |= ds4q_bytes(even, word, 0x7362) & 0x80808080u;
+  ds4q_half_pair(ds4q_bytes(a, 0, 0x1404), value, value + 1);
+  ds4q_half_pair(ds4q_bytes(a, 0, 0x3424), value + 2, value + 3);
+  ds4q_half_pair(ds4q_bytes(b, 0, 0x1404), value + 4, value + 5);
+  ds4q_half_pair(ds4q_bytes(b, 0, 0x3424), value + 6, value + 7);
+}
+// Four bf16 levels: nibble i of `codes` chooses value[STRIDE * i]'s from a book.
+template <int STRIDE>
+DS4Q_FN void ds4q_look_up(const ds4q_u32* low, const ds4q_u32* high, ds4q_u32 codes, float* value) {
+  ds4q_u32 l = ds4q_bytes(low[0], low[1], codes), h = ds4q_bytes(high[0], high[1], codes);
+  ds4q_u32 a = ds4q_bytes(l, h, 0x5140), b = ds4q_bytes(l, h, 0x7362);
+  value[0] = ds4q_float(a << 16);
+  value[STRIDE] = ds4q_float(a & 0xffff0000u);
+  value[2 * STRIDE] = ds4q_float(b << 16);
+  value[3 * STRIDE] = ds4q_float(b & 0xffff0000u);
+}
+// Four signed bytes: a byte plus 128 is the mantissa of a float of 2^23.
+DS4Q_FN void ds4q_int8(ds4q_u32 word, float* value) {
+  ds4q_u32 shifted = word ^ 0x80808080u;
+  DS4Q_UNROLL
+  for (int i = 0; i < 4; i++) {
+    value[i] = ds4q_float(ds4q_bytes(shifted, 0x4b000000u, 0x7440u + i)) - 8388736.0f;
+  }
+}
+
+// ---- formats -------------------------------------------------------------------------------------
+// A format tells: BLOCK_BYTES; HEADER bytes before a row's blocks; HALVES, whether weights 0-15 and
+// 16-31 have scales of their own; BOOKS; SIGNED_ZERO, whether a negative zero level is one; unpack,
+// which gives levels and scales of the block that begins `at` bytes after `words`; and factor, what
+// a row's sum is still to be multiplied with.
+template <int DECODER>
+struct ds4q_format;
+
+struct ds4q_plain {  // what most formats have
+  static constexpr int HEADER = 0;
+  static constexpr bool HALVES = false, BOOKS = false, SIGNED_ZERO = true;
+  static DS4Q_FN float factor(const ds4q_u8* row) { return 1.0f; }
+};
+struct ds4q_rocmfpx : ds4q_plain {
+  static DS4Q_FN float factor(const ds4q_u8* row) { return DS4Q_UE4M3; }
+};
+
+template <>
+struct ds4q_format<1> : ds4q_plain {  // F16
+  static constexpr int BLOCK_BYTES = 64;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    DS4Q_UNROLL
+    for (int i = 0; i < 16; i++) ds4q_half_pair(words[at / 4 + i], level + 2 * i, level + 2 * i + 1);
+    scale[0] = 1.0f;
+  }
+};
+template <>
+struct ds4q_format<2> : ds4q_plain {  // F32
+  static constexpr int BLOCK_BYTES = 128;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    DS4Q_UNROLL
+    for (int i = 0; i < 32; i++) level[i] = ds4q_float(words[at / 4 + i]);
+    scale[0] = 1.0f;
+  }
+};
+template <>
+struct ds4q_format<16> : ds4q_plain {  // BF16
+  static constexpr int BLOCK_BYTES = 64;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    DS4Q_UNROLL
+    for (int i = 0; i < 16; i++) {
+      level[2 * i] = ds4q_float(words[at / 4 + i] << 16);
+      level[2 * i + 1] = ds4q_float(words[at / 4 + i] & 0xffff0000u);
+    }
+    scale[0] = 1.0f;
+  }
+};
+template <>
+struct ds4q_format<3> : ds4q_plain {  // Q8F16
+  static constexpr int BLOCK_BYTES = 34;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    DS4Q_UNROLL
+    for (int i = 0; i < 8; i++) ds4q_int8(ds4q_word(words, at + 2 + 4 * i), level + 4 * i);
+    scale[0] = ds4q_half((ds4q_u16)(words[at / 4] >> at % 4 * 8));
+  }
+};
+template <>
+struct ds4q_format<21> : ds4q_plain {  // HFP4G32
+  static constexpr int BLOCK_BYTES = 17, HEADER = 16;
+  static DS4Q_FN float factor(const ds4q_u8* row) {
+    return ds4q_half((ds4q_u16)(row[0] | (row[1] << 8)));
+  }
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    DS4Q_UNROLL
+    for (int i = 0; i < 4; i++) {
+      ds4q_fp4(ds4q_word(words, at + 1 + 4 * i), 0x3e3c3800u, 0x46444240u, level + 8 * i);
+    }
+    scale[0] = ds4q_e8m0(ds4q_byte(words, at));
+  }
+};
+
+// Nibbles j and j + 16 share a byte.
+DS4Q_FN void ds4q_rocmfp4_levels(const ds4q_u32* words, int at, float* level) {
+  DS4Q_UNROLL
+  for (int i = 0; i < 4; i++) {
+    float eight[8];
+    ds4q_fp4(ds4q_word(words, at + 4 * i), 0x42403c00u, 0x49484644u, eight);
+    DS4Q_UNROLL
+    for (int j = 0; j < 4; j++) {
+      level[4 * i + j] = eight[2 * j];
+      level[4 * i + j + 16] = eight[2 * j + 1];
+    }
+  }
+}
+template <>
+struct ds4q_format<100> : ds4q_rocmfpx {  // ROCmFP4
+  static constexpr int BLOCK_BYTES = 18;
+  static constexpr bool HALVES = true, SIGNED_ZERO = false;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    ds4q_rocmfp4_levels(words, at, level);
+    scale[0] = ds4q_ue4m3(ds4q_byte(words, at + 16));
+    scale[1] = ds4q_ue4m3(ds4q_byte(words, at + 17));
+  }
+};
+template <>
+struct ds4q_format<101> : ds4q_rocmfpx {  // ROCmFP4Fast
+  static constexpr int BLOCK_BYTES = 17;
+  static constexpr bool SIGNED_ZERO = false;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    ds4q_rocmfp4_levels(words, at, level);
+    scale[0] = ds4q_ue4m3(ds4q_byte(words, at + 16));
+  }
+};
+
+// Four codes of 6 bits lie in 24: sign above a magnitude, which is a mantissa of a float of 2^23.
+template <bool NEG32>
+struct ds4q_rocmfp6 : ds4q_rocmfpx {
+  static constexpr int BLOCK_BYTES = 26;
+  static constexpr bool HALVES = true, SIGNED_ZERO = false;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    DS4Q_UNROLL
+    for (int i = 0; i < 8; i++) {
+      ds4q_u32 codes = ds4q_word(words, at + 3 * i);
+      DS4Q_UNROLL
+      for (int j = 0; j < 4; j++) {
+        ds4q_u32 code = codes >> (6 * j);
+        ds4q_u32 sign = (code << 26) & 0x80000000u;
+        float magnitude = ds4q_float((code & 31) | 0x4b000000u) - 8388608.0f;
+        if (NEG32) magnitude = (code & 63) == 32 ? 32.0f : magnitude;
+        level[4 * i + j] = ds4q_float(ds4q_bits(magnitude) | sign);
+      }
+    }
+    scale[0] = ds4q_ue4m3(ds4q_byte(words, at + 24));
+    scale[1] = ds4q_ue4m3(ds4q_byte(words, at + 25));
+  }
+};
+template <>
+struct ds4q_format<102> : ds4q_rocmfp6<false> {};  // code 32 is zero
+template <>
+struct ds4q_format<358> : ds4q_rocmfp6<true> {};  // code 32 is -32
+template <>
+struct ds4q_format<103> : ds4q_rocmfpx {  // ROCmFP8
+  static constexpr int BLOCK_BYTES = 33;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    DS4Q_UNROLL
+    for (int i = 0; i < 8; i++) ds4q_int8(ds4q_word(words, at + 4 * i), level + 4 * i);
+    scale[0] = ds4q_ue4m3(ds4q_byte(words, at + 32));
+  }
+};
+
+// Codes of 3 bits, four in 12 bits of each half of `fields`, brought to nibbles.
+DS4Q_FN ds4q_u32 ds4q_spread3(ds4q_u32 fields) {
+  ds4q_u32 pairs = (fields & 0x0fc00fc0u) * 4 + (fields & 0x003f003fu);
+  return pairs + (pairs & 0x38383838u);
+}
+template <>
+struct ds4q_format<104> : ds4q_rocmfpx {  // ROCmFP3, ROCmFP3Mix
+  static constexpr int BLOCK_BYTES = 14;
+  static constexpr bool HALVES = true, BOOKS = true;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    DS4Q_UNROLL
+    for (int h = 0; h < 2; h++) {
+      ds4q_u32 byte = ds4q_byte(words, at + 12 + h);
+      bool upper = byte & 0x80;
+      ds4q_u32 low[2] = {upper ? t.low[1][0] : t.low[0][0], upper ? t.low[1][1] : t.low[0][1]};
+      ds4q_u32 high[2] = {upper ? t.high[1][0] : t.high[0][0], upper ? t.high[1][1] : t.high[0][1]};
+      ds4q_u32 first = ds4q_word(words, at + 6 * h), last = ds4q_word(words, at + 6 * h + 2);
+      // Bits 0 and 24 begin codes 0 and 8; bits 12 and 36, codes 4 and 12.
+      ds4q_u32 even = ds4q_spread3(ds4q_bytes(first, last, 0x6310));
+      ds4q_u32 odd = ds4q_spread3(ds4q_bytes(first, last, 0x7621) >> 4);
+      float* to = level + 16 * h;
+      ds4q_look_up<1>(low, high, even, to);
+      ds4q_look_up<1>(low, high, odd, to + 4);
+      ds4q_look_up<1>(low, high, even >> 16, to + 8);
+      ds4q_look_up<1>(low, high, odd >> 16, to + 12);
+      scale[h] = ds4q_ue4m3(byte & t.scale_bits);
+    }
+  }
+};
+template <>
+struct ds4q_format<106> : ds4q_rocmfpx {  // ROCmFP2Mix, ROCmFP2 dual, s40 and sign
+  static constexpr int BLOCK_BYTES = 10;
+  static constexpr bool HALVES = true, BOOKS = true;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    DS4Q_UNROLL
+    for (int h = 0; h < 2; h++) {
+      ds4q_u32 byte = ds4q_byte(words, at + 8 + h);
+      bool upper = byte & 0x80;
+      ds4q_u32 low[2] = {upper ? t.low[1][0] : t.low[0][0], 0};
+      ds4q_u32 high[2] = {upper ? t.high[1][0] : t.high[0][0], 0};
+      ds4q_u32 codes = ds4q_word(words, at + 4 * h);
+      ds4q_u32 even = codes & 0x33333333u, odd = (codes >> 2) & 0x33333333u;
+      float* to = level + 16 * h;
+      ds4q_look_up<2>(low, high, even, to);
+      ds4q_look_up<2>(low, high, odd, to + 1);
+      ds4q_look_up<2>(low, high, even >> 16, to + 8);
+      ds4q_look_up<2>(low, high, odd >> 16, to + 9);
+      scale[h] = ds4q_ue4m3(byte & t.scale_bits);
+    }
+  }
+};
+template <>
+struct ds4q_format<363> : ds4q_plain {  // ROCmFP2 affine: levels are the values
+  static constexpr int BLOCK_BYTES = 10;
+  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
+                             float* scale) {
+    float step = ds4q_ue4m3(ds4q_byte(words, at + 8)) * DS4Q_UE4M3;
+    float offset = ds4q_ue4m3(ds4q_byte(words, at + 9)) * DS4Q_UE4M3;
+    DS4Q_UNROLL
+    for (int h = 0; h < 2; h++) {
+      ds4q_u32 codes = ds4q_word(words, at + 4 * h);
+      DS4Q_UNROLL
+      for (int i = 0; i < 16; i++) {
+        float code = ds4q_float(((codes >> (2 * i)) & 3) | 0x4b000000u) - 8388608.0f;
+        level[16 * h + i] = code * step - offset;
+      }
+    }
+    scale[0] = 1.0f;
+  }
+};
+
+template <int DECODER>
+DS4Q_FN ds4q_tables ds4q_tables_of(const ds4q_books* books) {
+  if constexpr (ds4q_format<DECODER>::BOOKS) return ds4q_load_tables(books);
+  return ds4q_no_tables();
+}
