@@ -43,6 +43,7 @@ struct ds4q_sim_calls {
 struct ds4q_sim_kernel {  // one kernel of a module; a linked list, newest first
   const char* name;
   void (*run)(const char* packed);  // unpacks its arguments, each at its natural alignment
+  void (*gather)(void* const* arguments, char* packed);  // packs what they point to
   ds4q_u32 argument_bytes, threads;
   ds4q_sim_kernel* next;
 };
@@ -71,6 +72,16 @@ struct ds4q_sim_pack {  // offsets of arguments, as a launch packs them
     ((at = (at + alignof(A) - 1) / alignof(A) * alignof(A) + sizeof(A)), ...);
     return at;
   }
+  template <class T>
+  static void put(const void* value, char* packed, ds4q_u32& at) {
+    at = (at + alignof(T) - 1) / alignof(T) * alignof(T);
+    __builtin_memcpy(packed + at, value, sizeof(T));
+    at += sizeof(T);
+  }
+  static void gather(void* const* arguments, char* packed) {
+    ds4q_u32 at = 0;
+    (put<A>(*arguments++, packed, at), ...);
+  }
   template <void (*kernel)(A...)>
   static void run(const char* packed) {
     ds4q_u32 at = 0;
@@ -84,8 +95,9 @@ template <class... A>
 ds4q_sim_pack<A...> ds4q_sim_pack_of(void (*)(A...));
 
 struct ds4q_sim_entry : ds4q_sim_kernel {
-  ds4q_sim_entry(const char* n, ds4q_u32 t, void (*r)(const char*), ds4q_u32 bytes) {
-    name = n, threads = t, run = r, argument_bytes = bytes, next = ds4q_sim_kernels;
+  ds4q_sim_entry(const char* n, ds4q_u32 t, void (*r)(const char*),
+                 void (*g)(void* const*, char*), ds4q_u32 bytes) {
+    name = n, threads = t, run = r, gather = g, argument_bytes = bytes, next = ds4q_sim_kernels;
     ds4q_sim_kernels = this;
   }
 };
@@ -94,6 +106,7 @@ struct ds4q_sim_entry : ds4q_sim_kernel {
   static void name arguments;                                                             \
   static ds4q_sim_entry ds4q_sim_entry_##name(                                            \
       #name, block_threads, &decltype(ds4q_sim_pack_of(&name))::template run<&name>,      \
+      &decltype(ds4q_sim_pack_of(&name))::gather,                                         \
       decltype(ds4q_sim_pack_of(&name))::bytes());                                        \
   static void name arguments
 

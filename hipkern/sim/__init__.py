@@ -1,0 +1,129 @@
+"""Owns the build of the simulated HIP libraries. What they do is in the C++ files beside this one.
+
+They stand in for ROCm on a machine without a GPU: kernels run on the CPU, as fibers. They serve
+tests and ``DS4Q_HIP=sim``, and say nothing about the speed of AMD hardware.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds4q.hipkern.errors import HipLibraryError
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parent / "kernels"
+RUNTIME = (
+    "fiber",
+    "pool",
+    "settings",
+    "memory",
+    "queues",
+    "graphs",
+    "modules",
+    "api",
+    "errors",
+)
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
+FAST_CPU = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})  # what x86-64-v3 adds
+
+__all__ = ["build", "compiler_command"]
+
+
+def build(cache_dir: Path, compiler: str | None = None, flags: Sequence[str] = ()) -> Path:
+    """Folder to use as ``ROCM_PATH``: ``lib/libamdhip64.so`` and ``lib/libhiprtc.so``, built once.
+
+    Parameters
+    ----------
+    cache_dir : where builds are kept, a folder for each state of source, compiler and flags
+    compiler : a command (``g++``, ``clang++``), or ``zig`` for the ``ziglang`` package's; if None,
+        ``g++``, or zig where that is missing
+    flags : added when the libraries are compiled (``-DDS4Q_SIM_UCONTEXT``), not to modules
+
+    Raises
+    ------
+    HipLibraryError : no compiler, or it failed
+    """
+    command = compiler_command(compiler)
+    march = _march()
+    sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp"), KERNELS / "ds4q_dev.h"])
+    key = hashlib.sha256(repr((command, march, FLAGS, tuple(flags))).encode())
+    for source in sources:
+        key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    home = cache_dir / f"sim-{key.hexdigest()[:16]}"
+    if (home / "lib").is_dir():
+        return home
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    # Another process may build the same: each works apart, and the first to rename wins.
+    work = Path(tempfile.mkdtemp(prefix="sim-", suffix=".part", dir=cache_dir))
+    try:
+        _compile(command, march, flags, work)
+        try:
+            work.rename(home)
+        except OSError:
+            if not (home / "lib").is_dir():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return home
+
+
+def compiler_command(compiler: str | None = None) -> list[str]:
+    """Words that start a C++ compiler; see ``build``."""
+    if compiler == "zig" or (compiler is None and shutil.which("g++") is None):
+        try:
+            import ziglang  # type: ignore[import-not-found]  # noqa: F401
+        except ImportError:
+            found = "no g++ and no ziglang" if compiler is None else "no ziglang"
+            raise HipLibraryError(
+                f"the simulated device needs a C++ compiler: {found} is here",
+                remedy="install g++, or pip install ziglang",
+            ) from None
+        return [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=undefined"]
+    name = compiler or "g++"
+    if shutil.which(name) is None:
+        raise HipLibraryError(
+            f"the simulated device needs a C++ compiler: {name} is not here",
+            remedy="install it, or ask for another",
+        )
+    return [name]
+
+
+def _march() -> list[str]:
+    """Modules decode f16 in hardware where the CPU can; the bits are the same either way."""
+    if os.uname().machine != "x86_64":
+        return []
+    try:
+        with open("/proc/cpuinfo") as lines:
+            known = next(set(line.split()) for line in lines if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return []
+    return ["-march=x86-64-v3"] if known >= FAST_CPU else []
+
+
+def _compile(command: list[str], march: list[str], flags: Sequence[str], work: Path) -> None:
+    (work / "lib").mkdir()
+    includes = ["-I", str(HERE), "-I", str(KERNELS), "-DDS4Q_SIM", "-pthread"]
+    words = "\\n".join(command), "\\n".join(march)
+    defines = [f'-DDS4Q_SIM_CXX="{words[0]}"', f'-DDS4Q_SIM_MARCH="{words[1]}"']
+    for library, names in (("libamdhip64.so", RUNTIME), ("libhiprtc.so", ("hiprtc",))):
+        # One unit: the standard headers are read once, which is most of the time.
+        unit = work / f"{library}.cpp"
+        unit.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
+        line = [*command, *FLAGS, *includes, *defines, *flags, str(unit)]
+        line += ["-o", str(work / "lib" / library), "-ldl"]
+        done = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        unit.unlink()
+        if done.returncode != 0:
+            raise HipLibraryError(
+                f"the simulated device did not compile with {command[0]}",
+                path=HERE,
+                found=next((x for x in done.stderr.splitlines() if "error" in x), done.returncode),
+                remedy="ask for another compiler",
+            )

@@ -1,0 +1,384 @@
+// Owns the fibers: the lanes of a block take turns on one OS thread; barriers, shuffles and waits
+// are where they switch. Knows no streams, memory or modules.
+//
+// A lane runs until it must wait; the last to arrive at a meeting point runs on, the others follow
+// in turn. A lane that ends without waiting leaves its stack to the next, so a kernel without
+// barriers is a plain loop. When nobody can run and somebody has not ended, the block diverged.
+#include "fiber.h"
+
+#include <cstdarg>
+#include <cstring>
+#include <vector>
+
+#include "context.h"
+
+namespace sim {
+namespace {
+
+enum Meeting : uint32_t { kNone, kShuffle, kGroupBarrier, kBarrier };
+const char* const kMeetingNames[] = {"", "a shuffle", "a group barrier", "a barrier"};
+
+struct Copy {
+  char* to;
+  const char* from;
+};
+
+struct Lane : ds4q_sim_lane {
+  void* resume;  // null before its first step
+  char* stack;
+  uint32_t shared_index;  // how many shared objects it has declared
+  Meeting waits;
+  bool ended;
+  std::vector<Copy> copies;         // in order of issue
+  std::vector<uint32_t> committed;  // copies.size() at each commit that has not landed
+};
+
+struct Group {
+  uint32_t first, lanes;
+  uint32_t all, runnable;  // bits by place in the order of turns
+  uint32_t arrived;        // at the shuffle or group barrier
+  Meeting meeting;
+  uint32_t turn;           // which half of values the next shuffle uses
+  uint32_t values[2][DS4Q_LANES];
+  uint8_t lane_at[DS4Q_LANES], place_of[DS4Q_LANES];
+};
+
+struct SharedObject {
+  uint32_t at, bytes;
+};
+
+class Runner {  // one per OS thread
+ public:
+  void run(Launch& launch, uint64_t index);
+
+  Lane* current() { return current_; }
+  void meet_block();
+  void meet_group(Meeting meeting);
+  uint32_t shuffle(uint32_t value, uint32_t source);
+  void* shared(uint32_t bytes);
+  void copy16(void* to, const void* from);
+  void commit() { current_->committed.push_back(static_cast<uint32_t>(current_->copies.size())); }
+  void land(uint32_t pending);
+  static void lane_main();
+
+ private:
+  void set_up(Launch& launch, uint64_t index);
+  Group& group_of(const Lane& lane) { return groups_[lane.thread / DS4Q_LANES]; }
+  void sleep(Group& group, Lane& lane, Meeting meeting);
+  void wake(Group& group);
+  Lane* next_lane();
+  void go_on();
+  void end_lane(Lane& lane);
+  void tell_divergence();
+  void name_block(const Lane& lane);
+  [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
+  [[noreturn]] void leave();
+
+  Launch* launch_ = nullptr;
+  Lane* current_ = nullptr;
+  void* home_ = nullptr;  // the OS thread's own context
+  Stacks stacks_;
+  std::vector<Lane> lanes_;
+  Group groups_[kMostThreads / DS4Q_LANES];
+  uint8_t group_at_[kMostThreads / DS4Q_LANES], group_place_[kMostThreads / DS4Q_LANES];
+  uint32_t n_groups_ = 0, runnable_groups_ = 0;  // bits by place
+  uint32_t at_barrier_ = 0, ended_ = 0;
+  std::vector<SharedObject> objects_;
+  uint32_t shared_used_ = kSharedBytes;  // so that the first block finds poison too
+  alignas(64) char arena_[kSharedBytes];
+};
+
+// Fibers never change their OS thread, so the address of a thread-local does not move under them.
+__attribute__((visibility("hidden"), tls_model("initial-exec"))) thread_local Runner* self = nullptr;
+
+void order(uint8_t* at, uint8_t* place, uint32_t n, uint64_t seed) {
+  for (uint32_t i = 0; i < n; i++) at[i] = static_cast<uint8_t>(i);
+  for (uint32_t i = n; seed && i > 1; i--) {
+    seed = mix(seed);
+    uint32_t j = static_cast<uint32_t>(seed % i);
+    uint8_t kept = at[i - 1];
+    at[i - 1] = at[j], at[j] = kept;
+  }
+  for (uint32_t i = 0; i < n; i++) place[at[i]] = static_cast<uint8_t>(i);
+}
+
+void Runner::set_up(Launch& launch, uint64_t index) {
+  launch_ = &launch;
+  if (lanes_.size() < launch.threads) lanes_.resize(launch.threads);
+  uint32_t x = static_cast<uint32_t>(index % launch.blocks[0]);
+  uint64_t rest = index / launch.blocks[0];
+  uint32_t y = static_cast<uint32_t>(rest % launch.blocks[1]);
+  uint32_t z = static_cast<uint32_t>(rest / launch.blocks[1]);
+  for (uint32_t i = 0; i < launch.threads; i++) {
+    Lane& lane = lanes_[i];
+    lane.thread = i, lane.threads = launch.threads;
+    lane.block[0] = x, lane.block[1] = y, lane.block[2] = z;
+    for (int k = 0; k < 3; k++) lane.blocks[k] = launch.blocks[k];
+    lane.resume = nullptr, lane.stack = nullptr;
+    lane.shared_index = 0, lane.waits = kNone, lane.ended = false;
+    lane.copies.clear(), lane.committed.clear();
+  }
+  uint64_t seed = launch.lane_seed ? mix(launch.lane_seed ^ mix(index + 1)) | 1 : 0;
+  n_groups_ = (launch.threads + DS4Q_LANES - 1) / DS4Q_LANES;
+  order(group_at_, group_place_, n_groups_, seed);
+  for (uint32_t g = 0; g < n_groups_; g++) {
+    Group& group = groups_[g];
+    group.first = g * DS4Q_LANES;
+    uint32_t left = launch.threads - group.first;
+    group.lanes = left < DS4Q_LANES ? left : DS4Q_LANES;
+    group.all = group.runnable = group.lanes == 32 ? ~0u : (1u << group.lanes) - 1;
+    group.arrived = group.turn = 0, group.meeting = kNone;
+    order(group.lane_at, group.place_of, group.lanes, seed ? mix(seed + g) | 1 : 0);
+  }
+  runnable_groups_ = n_groups_ == 32 ? ~0u : (1u << n_groups_) - 1;
+  at_barrier_ = ended_ = 0;
+  objects_.clear();
+  // The last block's contents must not pass for this one's: all bits set is NaN.
+  std::memset(arena_, 0xff, shared_used_);
+  shared_used_ = 0;
+}
+
+void Runner::run(Launch& launch, uint64_t index) {
+  set_up(launch, index);
+  current_ = &lanes_[groups_[group_at_[0]].first + groups_[group_at_[0]].lane_at[0]];
+  current_->stack = stacks_.take();
+  void* start = fresh_context(current_->stack, stacks_.usable(current_->stack), lane_main);
+  switch_context(&home_, start);
+  stacks_.give_all();
+}
+
+void Runner::lane_main() {
+  Runner& runner = *self;
+  for (;;) {
+    Lane* lane = runner.current_;
+    runner.launch_->kernel->run(runner.launch_->arguments);
+    runner.end_lane(*lane);
+    Lane* next = runner.next_lane();
+    if (!next) {
+      if (runner.ended_ != runner.launch_->threads) runner.tell_divergence();
+      runner.leave();
+    }
+    runner.current_ = next;
+    if (!next->resume) {
+      next->stack = lane->stack;
+      continue;
+    }
+    runner.stacks_.give(lane->stack);  // safe: this thread takes none before it has switched away
+    void* nobody;
+    switch_context(&nobody, next->resume);
+  }
+}
+
+void Runner::end_lane(Lane& lane) {
+  if (!lane.copies.empty()) {
+    fail("ends with %zu asynchronous copies that it never waited for", lane.copies.size());
+  }
+  lane.ended = true;
+  ended_++;
+  sleep(group_of(lane), lane, kNone);
+}
+
+void Runner::sleep(Group& group, Lane& lane, Meeting meeting) {
+  lane.waits = meeting;
+  group.runnable &= ~(1u << group.place_of[lane.thread - group.first]);
+  if (!group.runnable) runnable_groups_ &= ~(1u << group_place_[lane.thread / DS4Q_LANES]);
+}
+
+void Runner::wake(Group& group) {
+  group.runnable = group.all;
+  runnable_groups_ |= 1u << group_place_[group.first / DS4Q_LANES];
+}
+
+uint32_t rotated_first(uint32_t bits, uint32_t after) {  // the next set bit, cyclic; bits != 0
+  uint32_t later = after == 31 ? 0 : bits & ~((2u << after) - 1);
+  return static_cast<uint32_t>(__builtin_ctz(later ? later : bits));
+}
+
+Lane* Runner::next_lane() {  // of the same group while one can run: its data is in the cache
+  Group* group = &group_of(*current_);
+  uint32_t after = group->place_of[current_->thread - group->first];
+  if (!group->runnable) {
+    if (!runnable_groups_) return nullptr;
+    uint32_t place = group_place_[group->first / DS4Q_LANES];
+    group = &groups_[group_at_[rotated_first(runnable_groups_, place)]];
+    after = 31;
+  }
+  return &lanes_[group->first + group->lane_at[rotated_first(group->runnable, after)]];
+}
+
+void Runner::go_on() {  // the current lane waits: run another
+  Lane* from = current_;
+  Lane* to = next_lane();
+  if (!to) {
+    tell_divergence();
+    leave();
+  }
+  current_ = to;
+  if (!to->resume) {
+    to->stack = stacks_.take();
+    to->resume = fresh_context(to->stack, stacks_.usable(to->stack), lane_main);
+  }
+  switch_context(&from->resume, to->resume);
+}
+
+void Runner::meet_block() {
+  if (++at_barrier_ == launch_->threads) {
+    at_barrier_ = 0;
+    for (uint32_t g = 0; g < n_groups_; g++) wake(groups_[g]);
+    return;
+  }
+  sleep(group_of(*current_), *current_, kBarrier);
+  go_on();
+}
+
+void Runner::meet_group(Meeting meeting) {
+  Group& group = group_of(*current_);
+  if (group.arrived && group.meeting != meeting) {
+    fail("reaches %s while others of its group wait at %s", kMeetingNames[meeting],
+         kMeetingNames[group.meeting]);
+  }
+  group.meeting = meeting;
+  if (++group.arrived == group.lanes) {
+    group.arrived = 0;
+    wake(group);
+    return;
+  }
+  sleep(group, *current_, meeting);
+  go_on();
+}
+
+uint32_t Runner::shuffle(uint32_t value, uint32_t source) {
+  Lane& lane = *current_;
+  Group& group = group_of(lane);
+  if (source >= group.lanes) fail("shuffles from lane %u of a group of %u", source, group.lanes);
+  // Two halves: nobody can reach the shuffle after the next before all have read this one.
+  uint32_t* values = group.values[group.turn & 1];
+  values[lane.thread - group.first] = value;
+  if (group.arrived + 1 == group.lanes) group.turn++;
+  meet_group(kShuffle);
+  return values[source];
+}
+
+void* Runner::shared(uint32_t bytes) {
+  Lane& lane = *current_;
+  uint32_t i = lane.shared_index++;
+  if (i == objects_.size()) {
+    uint32_t room = (bytes + 15) / 16 * 16;
+    if (bytes > kSharedBytes || shared_used_ + room > kSharedBytes) {
+      fail("needs more than %u bytes of shared memory", kSharedBytes);
+    }
+    objects_.push_back({shared_used_, bytes});
+    shared_used_ += room;
+  } else if (objects_[i].bytes != bytes) {
+    fail("declares shared object %u with %u bytes, another thread with %u", i, bytes,
+         objects_[i].bytes);
+  }
+  return arena_ + objects_[i].at;
+}
+
+void Runner::copy16(void* to, const void* from) {
+  char* target = static_cast<char*>(to);
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
+    fail("copies 16 bytes from or to an address that is not a multiple of 16");
+  }
+  if (target < arena_ || target + 16 > arena_ + shared_used_) {
+    fail("copies asynchronously to memory that is not shared");
+  }
+  std::memset(target, 0xff, 16);  // whoever reads before the wait reads NaN
+  current_->copies.push_back({target, static_cast<const char*>(from)});
+}
+
+void Runner::land(uint32_t pending) {
+  Lane& lane = *current_;
+  if (lane.committed.size() <= pending) return;
+  size_t groups = lane.committed.size() - pending;
+  uint32_t copies = lane.committed[groups - 1];
+  for (uint32_t i = 0; i < copies; i++) std::memcpy(lane.copies[i].to, lane.copies[i].from, 16);
+  lane.copies.erase(lane.copies.begin(), lane.copies.begin() + copies);
+  lane.committed.erase(lane.committed.begin(), lane.committed.begin() + groups);
+  for (uint32_t& end : lane.committed) end -= copies;
+}
+
+void Runner::name_block(const Lane& lane) {
+  std::fprintf(stderr, "ds4q sim: kernel %s, block (%u, %u, %u): thread %u ", launch_->kernel->name,
+               lane.block[0], lane.block[1], lane.block[2], lane.thread);
+}
+
+void Runner::fail(const char* format, ...) {
+  if (!launch_->failed.exchange(true)) {  // one message a launch
+    name_block(*current_);
+    va_list values;
+    va_start(values, format);
+    std::vfprintf(stderr, format, values);
+    va_end(values);
+    std::fputc('\n', stderr);
+  }
+  leave();
+}
+
+void Runner::tell_divergence() {
+  if (launch_->failed.exchange(true)) return;
+  const Lane* waiting = nullptr;  // prefer one that waits for its group: the smaller circle
+  for (uint32_t i = 0; i < launch_->threads; i++) {
+    const Lane& lane = lanes_[i];
+    if (lane.ended || (waiting && !(waiting->waits == kBarrier && lane.waits != kBarrier))) continue;
+    waiting = &lane;
+  }
+  const Lane* missing = nullptr;
+  for (uint32_t i = 0; i < launch_->threads && !missing; i++) {
+    bool near = waiting->waits == kBarrier || i / DS4Q_LANES == waiting->thread / DS4Q_LANES;
+    if (near && lanes_[i].waits != waiting->waits) missing = &lanes_[i];
+  }
+  name_block(*waiting);
+  std::fprintf(stderr, "waits at %s that thread %u never reaches: it ", kMeetingNames[waiting->waits],
+               missing->thread);
+  if (missing->ended) {
+    std::fprintf(stderr, "has ended\n");
+  } else {
+    std::fprintf(stderr, "waits at %s\n", kMeetingNames[missing->waits]);
+  }
+}
+
+void Runner::leave() {  // the fibers that are left are dropped; kernels own nothing
+  void* nobody;
+  switch_context(&nobody, home_);
+  __builtin_unreachable();
+}
+
+}  // namespace
+
+uint64_t mix(uint64_t value) {  // splitmix64
+  value += 0x9e3779b97f4a7c15u;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
+  return value ^ (value >> 31);
+}
+
+void run_block(Launch& launch, uint64_t index) {
+  if (!self) self = new Runner;
+  self->run(launch, index);
+}
+
+void leave_thread() {
+  delete self;
+  self = nullptr;
+}
+
+const ds4q_sim_calls& services() {
+  static const ds4q_sim_calls calls = {
+      []() -> ds4q_sim_lane* { return self->current(); },
+      [] { self->meet_block(); },
+      [] { self->meet_group(kGroupBarrier); },
+      [](ds4q_u32 value, ds4q_u32 source) { return self->shuffle(value, source); },
+      [](ds4q_u32 bytes) { return self->shared(bytes); },
+      [](void* to, const void* from) { self->copy16(to, from); },
+      [] { self->commit(); },
+      [](ds4q_u32 pending) { self->land(pending); },
+      [](ds4q_u32* at, ds4q_u32 value) {
+        return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST);  // blocks run on several threads
+      },
+  };
+  return calls;
+}
+
+}  // namespace sim
