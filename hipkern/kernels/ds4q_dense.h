@@ -4,6 +4,12 @@
 
 #include "ds4q_dev.h"
 
+#if defined(DS4Q_SIM)
+#define DS4Q_ROLLED
+#else
+#define DS4Q_ROLLED _Pragma("unroll 1")  // where unrolling would only cost registers
+#endif
+
 struct alignas(16) ds4q_quad {  // moved by one 128-bit access
   float v[4];
 };
