@@ -7,7 +7,6 @@ touches a device.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,9 +30,6 @@ from ds4q.artifact.types import (
     type_of,
 )
 from ds4q.hipkern.errors import HipUsageError
-
-ALIGNMENT_BYTES = 16  # of a matrix's first byte
-TAIL_BYTES = 16  # that must be readable behind its last
 
 BOOKED = {ROCMFP3.id: 104, ROCMFP3_MIX.id: 104, ROCMFP2_MIX.id: 106, ROCMFP2.id: 106}
 AFFINE = 256 + ROCMFP2.id  # an offset in place of the second scale
@@ -106,89 +102,34 @@ def row_bytes_of(type_id: int, cols: int) -> int:
     return kind.row_bytes(cols)
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A packed matrix in device memory.
+def pack_matrix(
+    address: int, books: int, decoder: int, rows: int, cols: int, row_bytes: int
+) -> bytes:
+    """``ds4q_matrix`` of rows at ``address``, with what ``books_of`` gives at ``books`` or 0."""
+    return struct.pack("<2Q6i", address, books, decoder, rows, cols, row_bytes, 0, 0)
 
-    Parameters
-    ----------
-    address : of its first byte, a multiple of 16
-    books : address of what ``books_of`` gives, or 0
+
+def pack_job(
+    matrix: bytes, x: int, y: int, x_stride: int, y_stride: int, first_block: int
+) -> bytes:
+    """``ds4q_job``: ``y[t * y_stride + row] = row . x[t * x_stride ...]``; strides in floats.
+
+    ``first_block`` is the sum of ``linear_blocks`` over the jobs before.
     """
-
-    address: int
-    books: int
-    decoder: int
-    rows: int
-    cols: int
-    row_bytes: int
-
-    @classmethod
-    def of(
-        cls, type_id: int, coding: Coding | None, rows: int, cols: int, address: int, books: int = 0
-    ) -> Matrix:
-        """The matrix of a tensor.
-
-        Raises
-        ------
-        HipUsageError, PayloadSizeError : kernels cannot read such a tensor, or not there
-        """
-        decoder = decoder_of(type_id, coding)
-        if address % ALIGNMENT_BYTES or not address:
-            raise HipUsageError(
-                "a matrix lies at a wrong address",
-                expected=f"a multiple of {ALIGNMENT_BYTES}",
-                found=hex(address),
-            )
-        if bool(books) != (decoder in BOOKED.values()):
-            word = "needs books" if not books else "takes no books"
-            raise HipUsageError(f"a matrix of type {type_of(type_id).name} {word}")
-        return cls(address, books, decoder, rows, cols, row_bytes_of(type_id, cols))
-
-    def packed(self) -> bytes:
-        """``ds4q_matrix``."""
-        return struct.pack(
-            "<2Q6i",
-            self.address,
-            self.books,
-            self.decoder,
-            self.rows,
-            self.cols,
-            self.row_bytes,
-            0,
-            0,
-        )
+    return matrix + struct.pack("<2Q4i", x, y, x_stride, y_stride, first_block, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A product for ``linear``: ``y[t * y_stride + row] = row . x[t * x_stride ...]``, in floats."""
-
-    matrix: Matrix
-    x: int
-    y: int
-    x_stride: int
-    y_stride: int
+def linear_blocks(rows: int) -> int:
+    """Blocks of ``linear`` that a job of so many rows takes."""
+    return -(-rows // LINEAR_ROWS)
 
 
-def pack_jobs(jobs: list[Job]) -> tuple[bytes, int]:
-    """``ds4q_job`` of each, one decoder for all, and the number of blocks of the launch."""
-    if len({job.matrix.decoder for job in jobs}) > 1:
-        raise HipUsageError("the jobs of a launch have matrices of several decoders")
-    packed, first_block = bytearray(), 0
-    for job in jobs:
-        packed += job.matrix.packed()
-        packed += struct.pack("<2Q4i", job.x, job.y, job.x_stride, job.y_stride, first_block, 0)
-        first_block += -(-job.matrix.rows // LINEAR_ROWS)
-    return bytes(packed), first_block
+def gate_up_grid(width: int, k: int, tokens: int) -> tuple[int, int, int]:
+    """Grid of ``moe_gate_up``: ``width`` rows of ``k`` routed experts and of the shared one."""
+    return -(-width // MOE_ROWS), k + 1, tokens
 
 
-def gate_up_grid(width: int, k: int, tokens: int, shared: bool) -> tuple[int, int, int]:
-    """Grid of ``moe_gate_up``: ``width`` rows of ``k`` routed experts, and of the shared one."""
-    return -(-width // MOE_ROWS), k + shared, tokens
-
-
-def down_grid(rows: int, tokens: int) -> tuple[int, int, int]:
+def down_grid(rows: int, k: int, tokens: int) -> tuple[int, int, int]:
     """Grid of ``moe_down``."""
     return -(-rows // MOE_ROWS), tokens, 1
 

@@ -50,6 +50,7 @@ DS4Q_KERNEL(moe_gate_up, MOE_THREADS,
              float* hidden, float limit, int k, int tokens)) {
   int slot = (int)ds4q_block_y(), token = (int)ds4q_block_z();
   const ds4q_matrix* trio = shared;
+  if (slot == k && !shared) return;
   if (slot < k) {
     int id = ids[token * k + slot];
     trio = id < 0 ? nullptr : experts + 3 * (ds4q_u64)id;
