@@ -1,0 +1,115 @@
+"""Owns random artifacts of true Flash shapes: a few layers, whole. Nothing is quantized here.
+
+Names, types, offsets and metadata are what ``ds4q quantize`` plans for a checkpoint of such a
+config; payloads are drawn: FP4 codes uniform with scales as a trained model has them, all other
+weights gaussian. A large tensor repeats a random tile of rows, shifted, so that writing is fast.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.artifact.formats import codec_for, hfp4g32
+from ds4q.artifact.types import HFP4G32, TIDI32
+from ds4q.artifact.writer import PartialFile
+from ds4q.quantize.audit import audit
+from ds4q.quantize.checkpoint import Checkpoint
+from ds4q.quantize.config import check_config
+from ds4q.quantize.deepseek4 import Inventory, Storage
+from ds4q.quantize.plan import Options, Output, PlannedTensor, make_plan
+from ds4q.quantize.recipe import find_recipe
+from tests.quantize.builders import FLASH, Entry, write_model
+
+U8 = npt.NDArray[np.uint8]
+
+TILE_ROWS = 64
+EXPERT_SCALES = (114, 121)  # exponent bytes of FP4 blocks
+DEVIATION = 0.02  # of gaussian weights
+DTYPES = {
+    Storage.FP4: "I8",
+    Storage.FP8: "F8_E4M3",
+    Storage.BF16: "BF16",
+    Storage.F32: "F32",
+    Storage.INTEGER: "I64",
+}
+
+
+def flash_config(ratios: tuple[int, ...], hash_layers: int = 0) -> dict[str, Any]:
+    """The published config, cut to layers of these compress ratios and without a draft."""
+    kept = {key: value for key, value in FLASH.items() if not key.startswith("dspark")}
+    return kept | {
+        "num_hidden_layers": len(ratios),
+        "compress_ratios": list(ratios),
+        "num_hash_layers": hash_layers,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def write(path: Path, recipe: str, config: Mapping[str, Any]) -> Output:
+    """Write a random artifact of ``recipe`` at ``path``; the same config gives the same bytes."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_model(Path(temporary) / "source", _listing(config), dict(config))
+        with Checkpoint.open(folder) as checkpoint:
+            options = Options(find_recipe(recipe))
+            plan = make_plan(checkpoint, audit(checkpoint), path, options, "benchmark")
+            output = plan.trunk
+            file = PartialFile(path, output.layout.file_bytes)
+            file.allocate()
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                jobs = enumerate(output.tensors)
+                list(pool.map(lambda job: _fill(file, job[1], job[0], config), jobs))
+            file.pwrite(output.front("0" * 64), 0)
+            os.replace(file.path, path)
+            file.close()
+    return output
+
+
+def _listing(config: Mapping[str, Any]) -> dict[str, Entry]:
+    inventory = Inventory(check_config(dict(config), "config.json"))
+    found: dict[str, Entry] = {}
+    for name in inventory.required():
+        expected = inventory.expected(name)
+        shape = tuple(n for n in expected.shape if n is not None)
+        scale = name.removesuffix("weight") + "scale"
+        if expected.storage is Storage.FP4:
+            found[scale] = ("F8_E8M0", (shape[0], shape[1] // 32))
+            shape = shape[0], shape[1] // 2
+        elif expected.storage is Storage.FP8:
+            found[scale] = ("F8_E8M0", tuple(-(-n // 128) for n in shape))
+        found[name] = (DTYPES[expected.storage], shape)
+    return found
+
+
+def _fill(file: PartialFile, tensor: PlannedTensor, seed: int, config: Mapping[str, Any]) -> None:
+    """Write a tensor's payload: its tile again and again, each time cut at another row."""
+    rng = np.random.default_rng(seed)
+    tile = _tile(tensor, rng, config)
+    row_bytes = tensor.row_bytes
+    for first in range(0, tensor.rows, len(tile)):
+        count = min(len(tile), tensor.rows - first)
+        turned = np.roll(tile, int(rng.integers(len(tile))), axis=0)[:count]
+        file.pwrite(np.ascontiguousarray(turned), tensor.entry.offset + first * row_bytes)
+
+
+def _tile(tensor: PlannedTensor, rng: np.random.Generator, config: Mapping[str, Any]) -> U8:
+    """Packed rows, ``(rows, row bytes)``."""
+    rows, k = min(tensor.rows, TILE_ROWS), tensor.k
+    if tensor.target is HFP4G32:
+        codes = rng.integers(0, 256, (rows, k // 2), np.uint8)
+        return hfp4g32.repack(codes, rng.integers(*EXPERT_SCALES, (rows, k // 32), np.uint8))
+    if tensor.target is TIDI32:
+        experts = config["n_routed_experts"]
+        ids = np.stack([rng.permutation(experts)[:k] for _ in range(rows)])
+        return ids.astype("<i4").view(np.uint8).reshape(rows, -1)
+    values = rng.standard_normal((rows, k), np.float32) * np.float32(DEVIATION)
+    if tensor.unit.name.endswith("norm.weight"):
+        values += np.float32(1)
+    return codec_for(tensor.target.id).encode(values).reshape(rows, -1)
