@@ -23,7 +23,7 @@ from ds4q.hipkern.errors import (
 from ds4q.hipkern.handles import Buffer, Handle, Module, Pinned
 from ds4q.hipkern.library import Library, open_library
 from ds4q.hipkern.probe import NO_DEVICE
-from ds4q.hipkern.streams import NOT_READY, Event, Graph, Stream
+from ds4q.hipkern.streams import NOT_READY, ON_DEVICE, TO_DEVICE, TO_HOST, Event, Graph, Stream
 
 BUILT_ARCHS = ("gfx1100", "gfx1151", "gfx1201", "gfx942", "gfx950")
 """AMD architectures that every kernel is compiled for by the tests."""
@@ -61,13 +61,15 @@ class Device:
         self.index = index
         self.lost = False
         self._closed = False
+        ways = library.hip.hipMemcpyKind  # the binding refuses plain numbers
+        self._ways = {kind: ways(kind) for kind in (TO_DEVICE, TO_HOST, ON_DEVICE)}
         self._lock = threading.Lock()
         self._owned: dict[Handle, None] = {}
         self._pinned: list[tuple[int, int]] = []  # (first, past the end), sorted
         properties = self.call("hipGetDeviceProperties", index)
-        self.name = _text(properties.name)
+        self.name = str(properties.name)
         self.total_bytes = int(properties.totalGlobalMem)
-        self.arch = _text(properties.gcnArchName).split(":")[0]  # gfx942:sramecc+:xnack-
+        self.arch = str(properties.gcnArchName).split(":")[0]  # gfx942:sramecc+:xnack-
         self.kind = _kind(self.arch, library)
         self.enter()
 
@@ -185,8 +187,7 @@ class Device:
 
     def copy(self, to: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         if nbytes:
-            way = self.library.hip.hipMemcpyKind(kind)  # the binding refuses plain numbers
-            self.call("hipMemcpyAsync", to, source, nbytes, way, stream)
+            self.call("hipMemcpyAsync", to, source, nbytes, self._ways[kind], stream)
 
     def ready(self, function: str, handle: Any) -> bool:
         """Ask a query function: 0 is yes, ``hipErrorNotReady`` is no."""
@@ -276,13 +277,6 @@ class Device:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._close(quiet=error is not None or self.lost)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    raw = value if isinstance(value, bytes) else bytes(value)
-    return raw.split(b"\0")[0].decode("utf-8", "replace")
 
 
 def _count(library: Library) -> int:

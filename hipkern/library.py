@@ -94,17 +94,22 @@ def _bindings() -> tuple[Any, Any]:
     return hip, hiprtc
 
 
-def _open(asked: str) -> Library:
-    hip, hiprtc = _bindings()
-    root = None
+def built_root(asked: str) -> str | None:
+    """The folder to look into for library ``asked``, built where need be; None for ROCm's own."""
     if asked == "sim":
         from ds4q.hipkern import sim
 
-        root = str(sim.build(cache_folder()))
-    elif asked == "cuda":
+        return str(sim.build(cache_folder()))
+    if asked == "cuda":
         from ds4q.hipkern import cuda
 
-        root = str(cuda.build(cache_folder()))
+        return str(cuda.build(cache_folder()))
+    return None
+
+
+def _open(asked: str) -> Library:
+    hip, hiprtc = _bindings()
+    root = built_root(asked)
     with _rocm_path(root):
         from rocm.bindings.util.paths import get_library_path
 

@@ -13,13 +13,29 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 LIBRARY = "libamdhip64.so"
+COMPILER = "libhiprtc.so"
 TIMEOUT_S = 30.0
 NO_DEVICE = (100, 101)
 """hipErrorNoDevice, and hipErrorInvalidDevice, which HIP 5 gives for the same."""
+
+PROPERTIES_BYTES = 1472
+NAME_AT, MEMORY_AT, ARCH_AT = 0, 288, 1160
+"""Where hipDeviceProp_tR0600 keeps name, memory and architecture; its suffix fixes the layout."""
+
+TEXT_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """One device: its name, architecture (``gfx1151``, ``sim``, ``sm_90``) and memory in bytes."""
+
+    name: str
+    arch: str
+    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +43,22 @@ class HipReport:
     """What was found: the library's name, its version, its devices, and what went wrong.
 
     ``library`` is None where none could be loaded; ``version`` is HIP's own number
-    (major * 10^7 + minor * 10^5 + patch since HIP 5).
+    (major * 10^7 + minor * 10^5 + patch since HIP 5). ``found`` describes the devices, where the
+    library can. ``hiprtc`` is the version of the run-time compiler, None where it is absent.
     """
 
     library: str | None = None
     version: int | None = None
     devices: int = 0
     problem: str | None = None
+    found: tuple[DeviceReport, ...] = ()
+    hiprtc: str | None = None
 
 
-def candidates(environ: Mapping[str, str]) -> list[str]:
+def candidates(environ: Mapping[str, str], library: str = LIBRARY) -> list[str]:
     """Names to load, in the order of HIP's Python bindings: ROCm's folder, then the loader's."""
     root = environ.get("ROCM_PATH") or environ.get("ROCM_HOME") or "/opt/rocm"
-    return [str(Path(root) / "lib" / LIBRARY), LIBRARY]
+    return [str(Path(root) / "lib" / library), library]
 
 
 def probe(environ: Mapping[str, str] | None = None, *, timeout_s: float = TIMEOUT_S) -> HipReport:
@@ -67,8 +86,10 @@ def probe(environ: Mapping[str, str] | None = None, *, timeout_s: float = TIMEOU
         end = signal.strsignal(-child.returncode)
         return HipReport(problem=f"{LIBRARY} crashed when it was asked: {end}")
     try:
-        return HipReport(**json.loads(child.stdout))
-    except ValueError:
+        facts = json.loads(child.stdout)
+        found = tuple(DeviceReport(**device) for device in facts.pop("found"))
+        return HipReport(**facts, found=found)
+    except (ValueError, TypeError, KeyError, AttributeError):  # no such document
         return HipReport(problem=f"{LIBRARY} ended the process (status {child.returncode})")
 
 
@@ -99,10 +120,43 @@ def _question(name: str, library: ctypes.CDLL) -> HipReport:
     if status != 0:
         problem = f"hipGetDeviceCount failed with error {status}"
         return HipReport(name, version.value, problem=problem)
-    return HipReport(name, version.value, devices.value)
+    found = tuple(_device(library, index) for index in range(devices.value))
+    return HipReport(name, version.value, devices.value, found=tuple(d for d in found if d))
+
+
+def _device(library: ctypes.CDLL, index: int) -> DeviceReport | None:
+    properties = ctypes.create_string_buffer(PROPERTIES_BYTES)
+    try:
+        if library.hipGetDevicePropertiesR0600(properties, index) != 0:
+            return None
+    except AttributeError:  # HIP before 6.0
+        return None
+
+    def text(at: int) -> str:
+        return properties.raw[at : at + TEXT_BYTES].split(b"\0")[0].decode("utf-8", "replace")
+
+    total_bytes = int.from_bytes(properties.raw[MEMORY_AT : MEMORY_AT + 8], "little")
+    return DeviceReport(text(NAME_AT), text(ARCH_AT), total_bytes)
+
+
+def compiler_version(names: Iterable[str]) -> str | None:
+    """Version of the first run-time compiler of ``names`` that loads; None where none does."""
+    major, minor = ctypes.c_int(0), ctypes.c_int(0)
+    for name in names:
+        try:
+            library = ctypes.CDLL(name)
+            if library.hiprtcVersion(ctypes.byref(major), ctypes.byref(minor)) == 0:
+                return f"{major.value}.{minor.value}"
+        except (OSError, AttributeError):
+            continue
+    return None
 
 
 if __name__ == "__main__":
     answer = os.dup(1)
     os.dup2(2, 1)  # drivers print, at exit too: only the answer goes to the parent
-    os.write(answer, json.dumps(asdict(ask(candidates(os.environ)))).encode())
+    report = ask(candidates(os.environ))
+    if report.library is not None:
+        names = candidates(os.environ, COMPILER)
+        report = replace(report, hiprtc=compiler_version(names))
+    os.write(answer, json.dumps(asdict(report)).encode())

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from ds4q import __version__
-from ds4q.artifact.errors import one_line
+from ds4q.artifact.errors import Ds4qError, one_line
 from ds4q.cli.common import (
     amount_text,
     available_cores,
@@ -29,10 +29,14 @@ from ds4q.cli.common import (
     json_option,
     talk_options,
 )
+from ds4q.hipkern import library
 from ds4q.hipkern.probe import HipReport, probe
 
 PACKAGES = ("click", "rich", "numpy", "numba", "xxhash", "zstandard", "tokenizers")
 """What ds4q imports from others: the ``dependencies`` of pyproject.toml."""
+
+HIP_PACKAGES = ("hip-python", "ziglang")
+"""What a device needs, and what compiles kernels without ROCm: neither is required."""
 
 CPU_FEATURES = ("ssse3", "avx2", "avx512f", "sha_ni")
 """What makes the matrix kernels (ssse3, avx512f) and the digests faster; none is required."""
@@ -157,11 +161,42 @@ def kernel_problem() -> str | None:
     return None
 
 
+def hip_facts() -> dict[str, Any]:
+    """The library that ``--device hip`` would use, its devices, and the Python packages for it."""
+    environ = dict(os.environ)
+    try:
+        chosen = library.choice()
+        if root := library.built_root(chosen):
+            environ["ROCM_PATH"] = root
+        found = probe(environ)
+    except Ds4qError as error:
+        chosen, found = os.environ.get(library.VARIABLE, ""), HipReport(problem=str(error))
+    return {
+        **asdict(found),
+        "choice": chosen or None,
+        "packages": {name: package_version(name) for name in HIP_PACKAGES},
+    }
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed distribution, which is not imported; None where it is absent."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def can_use_hip(hip: dict[str, Any]) -> bool:
+    """Whether ``--device hip`` has all that it needs."""
+    return bool(hip["devices"] and hip["hiprtc"] and hip["packages"]["hip-python"])
+
+
 def report() -> dict[str, Any]:
     """All facts as the document of ``--json``; ``ok`` says whether the CPU path can work."""
     packages, problems = package_facts()
     if not problems and (problem := kernel_problem()):
         problems.append(problem)
+    hip = hip_facts()
     disks = [disk_facts(Path.cwd())]
     if home := os.environ.get("DS4Q_HOME"):
         disks.append(disk_facts(Path(home)))
@@ -176,17 +211,43 @@ def report() -> dict[str, Any]:
         "memory": memory_facts(read_text),
         "disks": disks,
         "compiler": compiler_facts(os.environ.get("CC")),
-        "hip": asdict(probe()),
-        "run": {"device": "cpu"},
+        "hip": hip,
+        "run": {"device": "cpu", "hip": can_use_hip(hip)},
     }
 
 
-def _hip_text(hip: HipReport) -> str:
-    if hip.library is None:
-        return f"no library ({hip.problem})"
-    if hip.problem is not None:
-        return f"{hip.library}: {hip.problem}"
-    return f"{hip.library}: version {hip.version}, devices: {hip.devices}"
+def _hip_lines(hip: dict[str, Any]) -> list[str]:
+    if hip["library"] is None:
+        rows = [f"no library ({hip['problem']})"]
+    elif hip["problem"] is not None:
+        rows = [f"{hip['library']}: {hip['problem']}"]
+    else:
+        rows = [f"{hip['library']}: version {hip['version']}, devices: {hip['devices']}"]
+    for index, device in enumerate(hip["found"]):
+        size = amount_text(device["total_bytes"])
+        rows.append(f"device {index}: {device['name']}, {device['arch']}, {size}{_kind(device)}")
+    parts = {"hiprtc": hip["hiprtc"], **hip["packages"]}
+    rows.append(", ".join(f"{name} {version or 'absent'}" for name, version in parts.items()))
+    return rows
+
+
+def _kind(device: dict[str, Any]) -> str:
+    if device["arch"] == "sim":
+        return " (simulated on this CPU: for correctness, not for speed)"
+    if device["arch"].startswith("sm_"):
+        return " (NVIDIA, behind HIP's names: a test vehicle)"
+    return " (nothing of ds4q has run on AMD hardware so far)"
+
+
+def _run_text(facts: dict[str, Any]) -> str:
+    hip = facts["hip"]
+    if facts["run"]["hip"]:
+        return "the CPU; with --device hip, the device above"
+    if not hip["devices"]:
+        return "the CPU; --device hip needs a device (DS4Q_HIP=sim simulates one)"
+    if not hip["packages"]["hip-python"]:
+        return "the CPU; --device hip needs hip-python: pip install 'ds4q[hip]'"
+    return "the CPU; --device hip needs ROCm's hiprtc"
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
@@ -210,8 +271,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         rows.append(("", f"limited to {size(memory['limit_bytes'])} by the control group"))
     rows += [("disk", f"{size(d['free_bytes'])} free at {d['path']}") for d in facts["disks"]]
     rows.append(("compiler", "none found" if compiler is None else _compiler_text(compiler)))
-    rows.append(("HIP", _hip_text(HipReport(**facts["hip"]))))
-    rows.append(("run uses", "the CPU; this version of ds4q computes on nothing else"))
+    rows += [("" if i else "HIP", text) for i, text in enumerate(_hip_lines(facts["hip"]))]
+    rows.append(("run uses", _run_text(facts)))
     rows += [("PROBLEM", problem) for problem in facts["problems"]]
     if facts["ok"]:
         rows.append(("verdict", "quantize, verify and run work here"))
@@ -229,8 +290,9 @@ def _compiler_text(compiler: dict[str, str | None]) -> str:
 def command(ctx: click.Context, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Report what this machine can do.
 
-    Shows Python and packages, processor, memory, free disk space, C compiler and HIP library, and
-    compiles one kernel. Exit status 0 means that the CPU path works; 1 says what is in its way.
+    Shows Python and packages, processor, memory, free disk space, C compiler, HIP library and
+    devices, and compiles one kernel. Exit status 0 means that the CPU path works; 1 says what is in
+    its way.
 
     \b
     Example:
