@@ -57,19 +57,9 @@ class Engine:
         batch_tokens: int = BATCH_TOKENS,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        limit = config.max_position_embeddings
-        if max_context is not None and not 1 <= max_context <= limit:
-            raise ContextError(
-                "context length out of range",
-                expected=f"1 to {limit}",
-                found=max_context,
-                remedy="choose a context that the model has positions for",
-            )
-        if batch_tokens < 1:
-            raise RunError("bad batch size", expected="1 or more", found=batch_tokens)
         self.config = config
         self.metadata = {} if metadata is None else metadata
-        self.max_context = limit if max_context is None else max_context
+        self.max_context = checked_context(config, max_context, batch_tokens)
         self._sized_context = max_context
         self._batch_tokens = batch_tokens
         parts = Parts(config, source, experts, CpuBackend(threads), Workers(threads))
@@ -157,7 +147,7 @@ class Engine:
         -------
         f32 [T, vocab] or [1, vocab]
         """
-        tokens = self._checked_ids(state, ids)
+        tokens = checked_ids(ids, state.position, self.vocab_size, self.max_context)
         out = np.empty((len(tokens) if logits == "all" else 1, self.vocab_size), np.float32)
         for start in range(0, len(tokens), self._batch_tokens):
             batch = tokens[start : start + self._batch_tokens]
@@ -183,23 +173,42 @@ class Engine:
             streams = block.forward(streams, step, cache)
         return streams
 
-    def _checked_ids(self, state: State, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> I64:
-        tokens = np.asarray(ids)
-        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
-            raise TokenError(
-                "not a list of token ids",
-                expected="one or more integers",
-                found=f"{tokens.dtype} {tokens.shape}",
-            )
-        bad = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
-        if bad.size:
-            raise TokenError(expected=f"0..{self.vocab_size - 1}", found=int(bad[0]))
-        if state.position + len(tokens) > self.max_context:
-            raise ContextError(
-                expected=f"at most {self.max_context} tokens",
-                found=state.position + len(tokens),
-            )
-        return tokens.astype(np.int64)
+
+def checked_context(config: ModelConfig, max_context: int | None, batch_tokens: int) -> int:
+    """The most tokens of a sequence; refuses a context or a batch that cannot be."""
+    limit = config.max_position_embeddings
+    if max_context is not None and not 1 <= max_context <= limit:
+        raise ContextError(
+            "context length out of range",
+            expected=f"1 to {limit}",
+            found=max_context,
+            remedy="choose a context that the model has positions for",
+        )
+    if batch_tokens < 1:
+        raise RunError("bad batch size", expected="1 or more", found=batch_tokens)
+    return limit if max_context is None else max_context
+
+
+def checked_ids(
+    ids: Sequence[int] | npt.NDArray[np.integer[Any]], position: int, vocab: int, context: int
+) -> I64:
+    """``ids`` as int64 [T]; refuses what is no token, and what goes beyond the context."""
+    tokens = np.asarray(ids)
+    if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
+        raise TokenError(
+            "not a list of token ids",
+            expected="one or more integers",
+            found=f"{tokens.dtype} {tokens.shape}",
+        )
+    bad = tokens[(tokens < 0) | (tokens >= vocab)]
+    if bad.size:
+        raise TokenError(expected=f"0..{vocab - 1}", found=int(bad[0]))
+    if position + len(tokens) > context:
+        raise ContextError(
+            expected=f"at most {context} tokens",
+            found=position + len(tokens),
+        )
+    return tokens.astype(np.int64)
 
 
 def checked_config(reader: Reader) -> ModelConfig:

@@ -81,13 +81,6 @@ class PackedReadError(RunError, ValueError):
     rule = "bad list of reads"
 
 
-class DeviceMemoryError(RunError):
-    """The model does not fit the memory that is free on the device."""
-
-    rule = "the model does not fit the device's memory"
-    cure = "free memory there, ask for a shorter context, or quantize smaller (--target-size)"
-
-
 class DeviceModelError(RunError):
     """A model whose sizes the device's kernels do not take."""
 

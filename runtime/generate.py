@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,17 @@ class Engine(Protocol):
         self, state: Any, ids: Sequence[int], logits: Literal["last"] = "last"
     ) -> npt.NDArray[np.float32]:
         """Append ``ids`` to ``state`` and return the logits [1, vocab] of the last one."""
+
+
+@runtime_checkable
+class GreedyEngine(Protocol):
+    """A model that can pick the most likely token where its logits are."""
+
+    def next_id(self, state: Any, ids: Sequence[int]) -> int:
+        """Append ``ids`` to ``state`` and return the id of the last one's largest logit.
+
+        The lower id on ties; raises ``LogitsError`` where there is no largest.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,9 @@ class Generation:
         self._prompt_ids = prompt_ids
         self._limit_tokens = limit_tokens
         self._sampler = sampler
+        self._next_id = None
+        if getattr(sampler, "greedy", False) and isinstance(engine, GreedyEngine):
+            self._next_id = engine.next_id  # no logits have to come to the sampler
         self._stop_ids = frozenset(stop_ids)
         self._ignore_stop = ignore_stop
         self._stream = stream
@@ -92,16 +106,23 @@ class Generation:
     def __iter__(self) -> Iterator[Step]:
         started = time.perf_counter()
         state = self._engine.new_state()
-        logits = self._engine.forward(state, self._prompt_ids)
-        self.timings.prefill_s = time.perf_counter() - started
-        token = self._sampler(logits[0])
+        if self._next_id is not None:
+            token = self._next_id(state, self._prompt_ids)
+            self.timings.prefill_s = time.perf_counter() - started
+        else:
+            logits = self._engine.forward(state, self._prompt_ids)
+            self.timings.prefill_s = time.perf_counter() - started
+            token = self._sampler(logits[0])
         self.timings.first_token_s = time.perf_counter() - started
         while True:
             yield self._take(token)
             if self.finish_reason is not None:
                 return
             started = time.perf_counter()
-            token = self._sampler(self._engine.forward(state, [token])[0])
+            if self._next_id is not None:
+                token = self._next_id(state, [token])
+            else:
+                token = self._sampler(self._engine.forward(state, [token])[0])
             self.timings.decode_s += time.perf_counter() - started
 
     def _take(self, token: int) -> Step:

@@ -39,6 +39,21 @@ class Entries:
         return self.rows
 
 
+def window_rows(config: ModelConfig, batch: int) -> int:
+    """Rows of a window ring: a batch's own rows must not overwrite those its first token sees."""
+    return config.sliding_window - 1 + batch
+
+
+def overlap(ratio: int) -> int:
+    """Windows that an entry looks at; raw rows are as many times as wide as an entry."""
+    return 2 if ratio == 4 else 1
+
+
+def ring_rows(ratio: int, batch: int) -> int:
+    """Rows of a ring of raw rows: those of the windows in work, and a batch."""
+    return overlap(ratio) * ratio + batch
+
+
 def _whole_tiles(rows: int) -> int:
     return -(-rows // _TILE_ROWS) * _TILE_ROWS
 
@@ -55,8 +70,7 @@ class CompressorCache:
     """
 
     def __init__(self, ratio: int, width: int, batch: int, max_context: int | None) -> None:
-        overlap = 2 if ratio == 4 else 1
-        ring = (overlap * ratio + batch, overlap * width)
+        ring = (ring_rows(ratio, batch), overlap(ratio) * width)
         self.values: F32 = np.zeros(ring, dtype=np.float32)
         self.gates: F32 = np.zeros(ring, dtype=np.float32)
         self.entries = Entries(width, None if max_context is None else max_context // ratio)
@@ -74,10 +88,7 @@ class LayerCache:
         self, config: ModelConfig, layer: int, batch: int, max_context: int | None
     ) -> None:
         ratio = config.compress_ratios[layer]
-        # A batch's own rows must not overwrite those that its first token still sees.
-        self.window: F32 = np.zeros(
-            (config.sliding_window - 1 + batch, config.head_dim), dtype=np.float32
-        )
+        self.window: F32 = np.zeros((window_rows(config, batch), config.head_dim), np.float32)
         self.compressor: CompressorCache | None = None
         self.index: CompressorCache | None = None
         if ratio:

@@ -34,15 +34,15 @@ class Sampler:
         self.seed = seed
         self._random = np.random.Generator(np.random.PCG64(seed))
 
+    @property
+    def greedy(self) -> bool:
+        """Whether it takes the largest logit and draws nothing."""
+        return self.temperature == 0
+
     def __call__(self, logits: npt.NDArray[np.floating[Any]]) -> int:
         """The next token for ``logits`` [vocab]; raises ``LogitsError`` on NaN or infinity."""
-        bad = np.flatnonzero(~np.isfinite(logits))
-        if bad.size:
-            raise LogitsError(
-                expected="finite numbers",
-                found=f"{logits[bad[0]]} for token {bad[0]}, {bad.size} of {logits.size} in all",
-            )
-        if self.temperature == 0:
+        check_finite(logits)
+        if self.greedy:
             return int(np.argmax(logits))
         return self._draw(logits.astype(np.float64))
 
@@ -58,6 +58,16 @@ class Sampler:
         mass = np.cumsum(probabilities[tokens])
         place = np.searchsorted(mass, self._random.random() * mass[-1], side="right")
         return int(tokens[place])
+
+
+def check_finite(logits: npt.NDArray[np.floating[Any]]) -> None:
+    """Raise ``LogitsError`` where one of ``logits`` [vocab] is NaN or infinite."""
+    bad = np.flatnonzero(~np.isfinite(logits))
+    if bad.size:
+        raise LogitsError(
+            expected="finite numbers",
+            found=f"{logits[bad[0]]} for token {bad[0]}, {bad.size} of {logits.size} in all",
+        )
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:

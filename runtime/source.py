@@ -48,25 +48,11 @@ class Tensors:
 
     def values(self, name: str, *shape: int) -> F32:
         """A small tensor of any decodable float type, read and decoded now."""
-        entry = self.entry(name, shape)
-        if entry.type_id == TIDI32.id:
-            raise ModelTensorError(
-                "ids where numbers belong", path=self._reader.path, tensor=name, found=TIDI32.name
-            )
-        return np.ascontiguousarray(self._decoded(entry), dtype=np.float32)
+        return np.ascontiguousarray(self._decoded(self.values_entry(name, shape)), dtype=np.float32)
 
     def ids(self, name: str, rows: int, cols: int, below: int) -> npt.NDArray[np.int32]:
         """A table of ids in 0 .. below - 1, read now."""
-        entry = self.entry(name, (rows, cols))
-        if entry.type_id != TIDI32.id:
-            raise ModelTensorError(
-                "numbers where ids belong",
-                path=self._reader.path,
-                tensor=name,
-                expected=TIDI32.name,
-                found=type_of(entry.type_id).name,
-            )
-        table = self._decoded(entry)
+        table = self._decoded(self.ids_entry(name, (rows, cols)))
         if int(table.max()) >= below:
             raise ModelTensorError(
                 "id out of range",
@@ -76,6 +62,28 @@ class Tensors:
                 found=int(table.max()),
             )
         return table.astype(np.int32)
+
+    def values_entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        """As ``entry``, of numbers."""
+        entry = self.entry(name, shape)
+        if entry.type_id == TIDI32.id:
+            raise ModelTensorError(
+                "ids where numbers belong", path=self._reader.path, tensor=name, found=TIDI32.name
+            )
+        return entry
+
+    def ids_entry(self, name: str, shape: tuple[int, int]) -> TensorEntry:
+        """As ``entry``, of ids."""
+        entry = self.entry(name, shape)
+        if entry.type_id != TIDI32.id:
+            raise ModelTensorError(
+                "numbers where ids belong",
+                path=self._reader.path,
+                tensor=name,
+                expected=TIDI32.name,
+                found=type_of(entry.type_id).name,
+            )
+        return entry
 
     def entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
         """The index entry of a tensor that must have this shape, and the length of its type."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ def read_jobs(
     take: Callable[[int], U8],
     *,
     ahead: int = 2 * LANES,
-) -> Iterator[tuple[Job, U8]]:
+) -> Generator[tuple[Job, U8], None, None]:
     """Yield each job with its filled buffer, in the order of ``jobs``.
 
     Up to four lanes read, each through a file handle of its own.

@@ -40,6 +40,18 @@ class ResidentExperts:
         return self._layers[layer]
 
 
+def check_gate_and_up(expert: str, gate: int, up: int, path: object) -> None:
+    """Refuse an expert whose gate and up differ in type number: they are multiplied together."""
+    if up != gate:
+        raise ModelTensorError(
+            "gate and up of an expert differ in type",
+            path=path,
+            tensor=f"{expert}.w3.weight",
+            expected=type_of(gate).name,
+            found=type_of(up).name,
+        )
+
+
 def _layer_experts(
     config: ModelConfig, source: MatrixSource, layer: int, path: object
 ) -> dict[int, Expert]:
@@ -51,14 +63,7 @@ def _layer_experts(
     )
     for name in names:
         gate, up = (found[f"{name}.{w}.weight"] for w in ("w1", "w3"))
-        if up.type_id != gate.type_id:
-            raise ModelTensorError(
-                "gate and up of an expert differ in type",
-                path=path,
-                tensor=f"{name}.w3.weight",
-                expected=type_of(gate.type_id).name,
-                found=type_of(up.type_id).name,
-            )
+        check_gate_and_up(name, gate.type_id, up.type_id, path)
     return {
         e: Expert(*(found[f"{name}.{w}.weight"] for w in shapes)) for e, name in enumerate(names)
     }

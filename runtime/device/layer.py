@@ -1,0 +1,367 @@
+"""Owns the launches of one layer: which kernels run in which order, on which places.
+
+What a later step changes (position, ids, rotations, where caches lie) stands in the step block and
+nowhere in a launch.
+
+T tokens, d hidden size, n streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from ds4q.hipkern import matrix as packing
+from ds4q.runtime.backend.hip import Launch, Shown
+from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.device.block import StepBlock
+from ds4q.runtime.device.linear import Job, linear, linear_groups
+from ds4q.runtime.device.model import HyperWeights, LayerWeights
+from ds4q.runtime.device.scratch import Scratch, chunks_of
+from ds4q.runtime.device.weights import DeviceSource, Matrix
+
+SCORE_BLOCKS = 128
+ATTEND_BLOCKS = 40  # as many as there are chunks in a full Flash layer of ratio 4
+
+
+class LayerProgram:
+    """The launches of one layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LayerWeights,
+        number: int,
+        source: DeviceSource,
+        scratch: Scratch,
+    ) -> None:
+        self._config = c = config
+        self._weights = w = weights
+        self._number = number
+        self._scratch = s = scratch
+        d, low = c.hidden_size, c.q_lora_rank
+        first = [Job(w.query_low, s.normed, d, s.query_low), Job(w.kv, s.normed, d, s.kv)]
+        second = [Job(w.query, s.query_low, low, s.query)]
+        if w.compressor is not None:
+            first.append(Job(w.compressor.values, s.normed, d, s.values))
+            first.append(Job(w.compressor.gates, s.normed, d, s.gates))
+        if w.indexer is not None:
+            own = w.indexer.compressor
+            first.append(Job(own.values, s.normed, d, s.index_values))
+            first.append(Job(own.gates, s.normed, d, s.index_gates))
+            first.append(Job(w.indexer.weights, s.normed, d, s.index_weights))
+            second.append(Job(w.indexer.query, s.query_low, low, s.index_query))
+        self._first = linear_groups(source, first)
+        self._second = linear_groups(source, second)
+        ranks, heads = c.o_groups * c.o_lora_rank, c.num_attention_heads * c.head_dim
+        grouped = [
+            Job(part, s.attended, heads, s.low, g * part.cols, g * part.rows, ranks)
+            for g, part in enumerate(w.out_low)
+        ]
+        self._out_low = linear_groups(source, grouped)
+        self._out = linear_groups(source, [Job(w.out, s.low, ranks, s.y)])
+        self._gate = linear_groups(source, [Job(w.gate, s.normed, d, s.router)])
+        matrices = [part for expert in w.experts for part in expert]
+        self._experts = source.table(
+            packing.MATRIX_BYTES * len(matrices), partial(_packed, matrices)
+        )
+        self._shared = source.table(packing.MATRIX_BYTES * 3, partial(_packed, w.shared))
+        self._moe = {
+            "DS4Q_GATE": _one_decoder(matrices[0::3] + matrices[1::3]),
+            "DS4Q_DOWN": _one_decoder(matrices[2::3]),
+            "DS4Q_SHARED_EXPERT": _one_decoder(w.shared),
+        }
+
+    def launches(
+        self, block: StepBlock, tokens: int, end: int, before: int | None, traced: bool
+    ) -> Iterator[Launch]:
+        """The layer for ``tokens`` tokens that end before position ``end``, or before that.
+
+        ``before`` is the layer whose output still has to be mixed into the streams.
+        """
+        c, w, s = self._config, self._weights, self._scratch
+        turns = block.turns(w.ratio)
+        yield from self._collapse(w.around_attention, tokens, before, "attn", traced)
+        yield from linear(self._first, tokens)
+        yield self._latents(block, tokens)
+        yield from linear(self._second, tokens)
+        chosen = w.indexer is not None
+        if chosen:
+            yield from self._choose(block, tokens, end, traced)
+        chunks = chunks_of(c, w.ratio, end)
+        step = max(1, s.partial.nbytes // (chunks * s.chunk_bytes))
+        topk = c.index_topk if chosen else 0
+        heads, width, pairs = c.num_attention_heads, c.head_dim, c.qk_rope_head_dim // 2
+        for at in range(0, tokens, step):
+            count = min(step, tokens - at)
+            rows, turned = 4 * at * heads * width, 4 * at * pairs
+            yield Launch(
+                "attention.hip",
+                "attend",
+                (min(chunks, ATTEND_BLOCKS), -(-heads // 16), count),
+                (
+                    s.query.address + rows,
+                    block.layer(self._number),
+                    block.step,
+                    s.chosen.address + 4 * at * topk if chosen else 0,
+                    turns.cos + turned,
+                    turns.sin + turned,
+                    s.partial.address,
+                    heads,
+                    pairs,
+                    c.sliding_window,
+                    w.ratio,
+                    topk,
+                    chunks,
+                    at,
+                    c.rms_norm_eps,
+                ),
+                {"DS4Q_HEAD_DIM": width},
+            )
+            yield Launch(
+                "attention.hip",
+                "attend_combine",
+                (-(-width // 128), heads, count),
+                (
+                    s.partial.address,
+                    w.sink.address,
+                    block.step,
+                    turns.cos + turned,
+                    turns.sin + turned,
+                    s.attended.address + rows,
+                    heads,
+                    pairs,
+                    c.sliding_window,
+                    w.ratio,
+                    topk,
+                    chunks,
+                    at,
+                ),
+                {"DS4Q_HEAD_DIM": width},
+            )
+        yield from linear(self._out_low, tokens)
+        out = Shown(f"l{self._number}.attn_out", s.y, (tokens, c.hidden_size))
+        yield from linear(self._out, tokens, (out,) if traced else ())
+        yield from self._collapse(w.around_experts, tokens, -1, "ffn", traced)
+        yield from self._feed_forward(block, tokens, traced)
+
+    def _collapse(
+        self, w: HyperWeights, tokens: int, before: int | None, part: str, traced: bool
+    ) -> Iterator[Launch]:
+        """Mix the last output into the streams, then collapse them to a sub-block's input.
+
+        ``before``: None at the very first; the layer that the streams then are the output of, or
+        -1 in the middle of one.
+        """
+        c, s = self._config, self._scratch
+        n, d, rows = c.hc_mult, c.hidden_size, (2 + c.hc_mult) * c.hc_mult
+        mixed = before is not None
+        mixed_shows: tuple[Shown, ...] = ()
+        if traced and before is not None and before >= 0:
+            mixed_shows = (Shown(f"l{before}.streams", s.streams, (tokens, n, d)),)
+        yield Launch(
+            "hyper.hip",
+            "hc_mix",
+            (s.slices, tokens, 1),
+            (
+                s.streams.address,
+                s.y.address if mixed else 0,
+                s.post.address if mixed else 0,
+                s.comb.address if mixed else 0,
+                w.fn.address,
+                s.mix.address,
+                d,
+                rows,
+            ),
+            {"DS4Q_STREAMS": n},
+            mixed_shows,
+        )
+        name = f"l{self._number}.{part}"
+        shows = [Shown(f"{name}_in", s.collapsed, (tokens, d))]
+        if part == "attn":
+            shows.append(Shown(f"{name}_post", s.post, (tokens, n)))
+            shows.append(Shown(f"{name}_comb", s.comb, (tokens, n, n)))
+        yield Launch(
+            "hyper.hip",
+            "hc_collapse",
+            (2, tokens, 1),
+            (
+                s.streams.address,
+                s.mix.address,
+                w.scale.address,
+                w.base.address,
+                w.norm.address,
+                s.collapsed.address if traced else 0,
+                s.normed.address,
+                s.post.address,
+                s.comb.address,
+                d,
+                s.slices,
+                c.hc_sinkhorn_iters,
+                c.hc_eps,
+                c.rms_norm_eps,
+            ),
+            {"DS4Q_STREAMS": n},
+            tuple(shows) if traced else (),
+        )
+
+    def _latents(self, block: StepBlock, tokens: int) -> Launch:
+        """Norms of query and kv, window rows, raw rows and the entries that they complete."""
+        c, w, s = self._config, self._weights, self._scratch
+        turns, compressor = block.turns(w.ratio), w.compressor
+        index = None if w.indexer is None else w.indexer.compressor
+        return Launch(
+            "compress.hip",
+            "latents",
+            (2 + (compressor is not None) + (index is not None), tokens, 1),
+            (
+                s.query_low.address,
+                w.query_norm.address,
+                s.query_low.address,
+                c.q_lora_rank,
+                s.kv.address,
+                w.kv_norm.address,
+                s.values.address,
+                s.gates.address,
+                compressor.ape.address if compressor else 0,
+                compressor.norm.address if compressor else 0,
+                s.index_values.address,
+                s.index_gates.address,
+                index.ape.address if index else 0,
+                index.norm.address if index else 0,
+                turns.cos,
+                turns.sin,
+                turns.window_cos,
+                turns.window_sin,
+                block.layer(self._number),
+                block.step,
+                c.head_dim,
+                c.index_head_dim,
+                c.qk_rope_head_dim // 2,
+                w.ratio,
+                c.rms_norm_eps,
+            ),
+        )
+
+    def _choose(self, block: StepBlock, tokens: int, end: int, traced: bool) -> Iterator[Launch]:
+        """Scores of index entries, and the best of them."""
+        c, s, ratio = self._config, self._scratch, self._weights.ratio
+        turns, pairs = block.turns(ratio), c.qk_rope_head_dim // 2
+        heads, width, topk = c.index_n_heads, c.index_head_dim, c.index_topk
+        stride = max(1, end // ratio)
+        step = max(1, s.scores.nbytes // (4 * stride))
+        for at in range(0, tokens, step):
+            count = min(step, tokens - at)
+            yield Launch(
+                "index.hip",
+                "index_scores",
+                (SCORE_BLOCKS, count, 1),
+                (
+                    s.index_query.address + 4 * at * heads * width,
+                    s.index_weights.address + 4 * at * heads,
+                    block.layer(self._number),
+                    block.step,
+                    turns.cos + 4 * at * pairs,
+                    turns.sin + 4 * at * pairs,
+                    s.scores.address,
+                    heads,
+                    width,
+                    pairs,
+                    ratio,
+                    topk,
+                    stride,
+                    at,
+                ),
+            )
+            chosen = Shown(f"l{self._number}.index_topk", s.chosen, (tokens, topk), "i4")
+            yield Launch(
+                "index.hip",
+                "index_select",
+                (1, count, 1),
+                (
+                    s.scores.address,
+                    block.step,
+                    s.chosen.address + 4 * at * topk,
+                    ratio,
+                    topk,
+                    stride,
+                    at,
+                ),
+                shows=(chosen,) if traced and at + count == tokens else (),
+            )
+
+    def _feed_forward(self, block: StepBlock, tokens: int, traced: bool) -> Iterator[Launch]:
+        c, w, s = self._config, self._weights, self._scratch
+        name, k, d = f"l{self._number}", c.num_experts_per_tok, c.hidden_size
+        yield from linear(self._gate, tokens)
+        yield Launch(
+            "route.hip",
+            "route",
+            (1, tokens, 1),
+            (
+                s.router.address,
+                w.bias.address if w.bias else 0,
+                w.by_token.address if w.by_token else 0,
+                block.ids,
+                s.experts.address,
+                s.weights.address,
+                c.n_routed_experts,
+                k,
+                c.routed_scaling_factor,
+            ),
+            shows=(
+                Shown(f"{name}.route_idx", s.experts, (tokens, k), "i4"),
+                Shown(f"{name}.route_w", s.weights, (tokens, k)),
+            )
+            if traced
+            else (),
+        )
+        yield Launch(
+            "moe.hip",
+            "moe_gate_up",
+            packing.gate_up_grid(c.moe_intermediate_size, k, tokens),
+            (
+                self._experts.address,
+                self._shared.address,
+                s.experts.address,
+                s.normed.address,
+                s.hidden.address,
+                c.swiglu_limit,
+                k,
+                tokens,
+            ),
+            self._moe,
+        )
+        yield Launch(
+            "moe.hip",
+            "moe_down",
+            packing.down_grid(d, k, tokens),
+            (
+                self._experts.address,
+                self._shared.address,
+                s.experts.address,
+                s.weights.address,
+                s.hidden.address,
+                s.routed.address if traced else 0,
+                s.y.address,
+                k,
+                tokens,
+            ),
+            self._moe,
+            (
+                Shown(f"{name}.routed_out", s.routed, (tokens, d)),
+                Shown(f"{name}.ffn_out", s.y, (tokens, d)),
+            )
+            if traced
+            else (),
+        )
+
+
+def _packed(matrices: Sequence[Matrix]) -> bytes:
+    return b"".join(matrix.packed() for matrix in matrices)
+
+
+def _one_decoder(matrices: Sequence[Matrix]) -> int:
+    """The decoder that all share, or 0: each matrix then says its own."""
+    decoders = {matrix.decoder for matrix in matrices}
+    return decoders.pop() if len(decoders) == 1 else 0

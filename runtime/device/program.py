@@ -1,0 +1,137 @@
+"""Owns the launches of a step through the whole model.
+
+The same list runs directly or is recorded as a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds4q.hipkern import matrix as packing
+from ds4q.runtime.backend.hip import Launch, Shown
+from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.device.block import StepBlock
+from ds4q.runtime.device.layer import LayerProgram
+from ds4q.runtime.device.linear import Job, linear, linear_groups
+from ds4q.runtime.device.model import ModelWeights
+from ds4q.runtime.device.scratch import ARGMAX_PARTS, Scratch
+from ds4q.runtime.device.weights import DeviceSource
+
+
+class Program:
+    """The launches of a model.
+
+    Parameters
+    ----------
+    source : gets the tables that launches refer to
+    context : most tokens of a sequence
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        source: DeviceSource,
+        scratch: Scratch,
+        context: int,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._scratch = s = scratch
+        self._context = context
+        self._layers = [
+            LayerProgram(config, layer, number, source, scratch)
+            for number, layer in enumerate(weights.layers)
+        ]
+        self._embedding = source.table(packing.MATRIX_BYTES, weights.embedding.packed)
+        d = config.hidden_size
+        self._head = linear_groups(source, [Job(weights.head, s.normed, d, s.logits)])
+
+    def decode(self, block: StepBlock, *, traced: bool = False) -> list[Launch]:
+        """A step of one token anywhere in a sequence, its logits and the id of the largest."""
+        return [
+            *self.body(block, 1, self._context, traced=traced),
+            *self.head(0, 1, traced=traced),
+            *self.argmax(),
+        ]
+
+    def body(
+        self, block: StepBlock, tokens: int, end: int, *, traced: bool = False
+    ) -> Iterator[Launch]:
+        """Up to the last layer's output.
+
+        ``end`` is the position behind the last token, or anything more: partial results get room
+        for as many entries as there may be then.
+        """
+        c, s = self._config, self._scratch
+        yield Launch(
+            "decode.hip",
+            "embed",
+            packing.embed_grid(c.hidden_size, tokens),
+            (self._embedding.address, block.ids, s.streams.address, c.hc_mult),
+            {"DS4Q_DECODER": self._weights.embedding.decoder},
+        )
+        for number, layer in enumerate(self._layers):
+            before = None if number == 0 else number - 1
+            yield from layer.launches(block, tokens, end, before, traced)
+
+    def head(self, first: int, tokens: int, *, traced: bool = False) -> Iterator[Launch]:
+        """Logits of ``tokens`` tokens of the step from its ``first`` on; at most HEAD_TOKENS."""
+        c, s, w = self._config, self._scratch, self._weights.around_head
+        n, d = c.hc_mult, c.hidden_size
+        streams = s.streams.address + 4 * first * n * d
+        last = len(self._layers) - 1
+        yield Launch(
+            "hyper.hip",
+            "hc_mix",
+            (s.slices, tokens, 1),
+            (
+                streams,
+                s.y.address + 4 * first * d,
+                s.post.address + 4 * first * n,
+                s.comb.address + 4 * first * n * n,
+                w.fn.address,
+                s.mix.address,
+                d,
+                n,
+            ),
+            {"DS4Q_STREAMS": n},
+            (Shown(f"l{last}.streams", s.streams, (tokens, n, d)),) if traced and not first else (),
+        )
+        yield Launch(
+            "hyper.hip",
+            "hc_head",
+            (1, tokens, 1),
+            (
+                streams,
+                s.mix.address,
+                w.scale.address,
+                w.base.address,
+                w.norm.address,
+                s.collapsed.address if traced else 0,
+                s.normed.address,
+                d,
+                s.slices,
+                c.hc_eps,
+                c.rms_norm_eps,
+            ),
+            {"DS4Q_STREAMS": n},
+            (
+                Shown("hc_head_out", s.collapsed, (tokens, d)),
+                Shown("final_norm", s.normed, (tokens, d)),
+            )
+            if traced
+            else (),
+        )
+        yield from linear(self._head, tokens)
+
+    def argmax(self) -> Iterator[Launch]:
+        """The id of the largest of the first logits held."""
+        s = self._scratch
+        yield Launch(
+            "head.hip",
+            "argmax_parts",
+            (ARGMAX_PARTS, 1, 1),
+            (s.logits.address, s.parts.address, self._config.vocab_size),
+        )
+        yield Launch("head.hip", "argmax", (1, 1, 1), (s.parts.address, s.id.address, ARGMAX_PARTS))

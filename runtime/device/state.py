@@ -1,0 +1,183 @@
+"""Owns what a sequence keeps on the device, and how kernels find it.
+
+The rows are those of ``runtime/kv.py``. Kernels reach them through a table of addresses that every
+step brings along, so another sequence, or a cache that has moved, needs no other launch.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Self
+
+from ds4q.hipkern.errors import HipError
+from ds4q.runtime.backend.hip import HipBackend
+from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.device.layout import Layout, Place
+from ds4q.runtime.kv import overlap, ring_rows, window_rows
+
+LAYER_STATE = struct.Struct("<7Q4i")  # ds4q_layer_state
+FIRST_TOKENS = 4096  # room of a sequence whose length nobody has said
+
+
+@dataclass(frozen=True, slots=True)
+class _Rings:
+    """Window and raw rows of a layer; index_* are None where the layer has no indexer."""
+
+    window: Place
+    values: Place | None
+    gates: Place | None
+    index_values: Place | None
+    index_gates: Place | None
+
+
+class Caches:
+    """The sizes of a model's sequences, for steps of at most ``batch`` tokens.
+
+    Parameters
+    ----------
+    limit_tokens : most tokens of a sequence
+    sized : whether a sequence gets that room at once; else it grows
+    """
+
+    def __init__(self, config: ModelConfig, batch: int, limit_tokens: int, sized: bool) -> None:
+        self.config = config
+        self.batch = batch
+        self.limit_tokens = limit_tokens
+        self.first_tokens = limit_tokens if sized else min(limit_tokens, FIRST_TOKENS)
+
+    @property
+    def first_bytes(self) -> int:
+        """Device memory of a new sequence."""
+        return self.rings()[0].nbytes + self.entries(self.first_tokens)[0].nbytes
+
+    def rings(self) -> tuple[Layout, list[_Rings]]:
+        """Places of what does not grow."""
+        c, layout, found = self.config, Layout(), []
+        for ratio in c.compress_ratios:
+            window = layout.floats(window_rows(c, self.batch), c.head_dim)
+            raw: list[Place | None] = [None] * 4
+            widths = {0: (), 4: (c.head_dim, c.index_head_dim)}.get(ratio, (c.head_dim,))
+            for i, width in enumerate(widths):
+                for part in range(2):
+                    rows = ring_rows(ratio, self.batch)
+                    raw[2 * i + part] = layout.floats(rows, overlap(ratio) * width)
+            found.append(_Rings(window, *raw))
+        return layout, found
+
+    def entries(self, tokens: int) -> tuple[Layout, list[tuple[Place | None, Place | None]]]:
+        """Places of the entries, and of the indexer's, of ``tokens`` tokens by layer."""
+        c, layout = self.config, Layout()
+        found: list[tuple[Place | None, Place | None]] = []
+        for ratio in c.compress_ratios:
+            rows = self.rows(ratio, tokens)
+            own = layout.floats(rows, c.head_dim) if ratio else None
+            index = layout.floats(rows, c.index_head_dim) if ratio == 4 else None
+            found.append((own, index))
+        return layout, found
+
+    def rows(self, ratio: int, tokens: int) -> int:
+        """Entries that ``tokens`` tokens may complete."""
+        return max(1, tokens // ratio) if ratio else 0
+
+
+class DeviceState:
+    """One sequence on the device: ``position`` tokens are committed.
+
+    ``close`` frees its memory; so does dropping the last reference, or closing the engine.
+
+    Attributes
+    ----------
+    table : the contents of kernels' array of ds4q_layer_state
+    """
+
+    def __init__(self, backend: HipBackend, caches: Caches) -> None:
+        self.position = 0
+        self._backend = backend
+        self._caches = caches
+        self._ring_layout, self._rings = caches.rings()
+        self._entry_layout, self._entries = caches.entries(caches.first_tokens)
+        self._room_tokens = caches.first_tokens
+        self._ring_layout.allocate(backend.device)
+        try:
+            self._entry_layout.allocate(backend.device)
+        except BaseException:
+            self._ring_layout.free()
+            raise
+        self.table = self._pack()
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that it holds."""
+        return self._ring_layout.nbytes + self._entry_layout.nbytes
+
+    def reserve(self, tokens: int) -> None:
+        """Have room for so many tokens: entries move to a larger buffer, what they hold is kept."""
+        if tokens <= self._room_tokens:
+            return
+        caches, stream = self._caches, self._backend.stream
+        room = min(caches.limit_tokens, max(tokens, 2 * self._room_tokens))
+        layout, entries = caches.entries(room)
+        layout.allocate(self._backend.device)
+        try:
+            for old, new in zip(self._entries, entries, strict=True):
+                for source, target in zip(old, new, strict=True):
+                    if source is not None and target is not None:
+                        stream.move(target.address, source.address, source.nbytes)
+            stream.synchronize()  # before the old rows go
+        except BaseException:
+            layout.free()
+            raise
+        self._entry_layout.free()
+        self._entry_layout, self._entries, self._room_tokens = layout, entries, room
+        self.table = self._pack()
+
+    def close(self) -> None:
+        """Free the memory, once no step uses it any more."""
+        if self._backend.closed:
+            return
+        try:
+            self._backend.stream.synchronize()
+        except HipError:
+            if not self._backend.device.lost:
+                raise
+        finally:
+            self._ring_layout.free()
+            self._entry_layout.free()
+
+    def _pack(self) -> bytes:
+        caches, packed = self._caches, []
+        for ratio, rings, (own, index) in zip(
+            caches.config.compress_ratios, self._rings, self._entries, strict=True
+        ):
+            raw = ring_rows(ratio, caches.batch) if ratio else 0
+            places = (
+                rings.window,
+                rings.values,
+                rings.gates,
+                own,
+                rings.index_values,
+                rings.index_gates,
+                index,
+            )
+            packed.append(
+                LAYER_STATE.pack(
+                    *(0 if place is None else place.address for place in places),
+                    window_rows(caches.config, caches.batch),
+                    raw,
+                    raw if index is not None else 0,
+                    caches.rows(ratio, self._room_tokens),
+                )
+            )
+        return b"".join(packed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A sequence that is abandoned in mid-generation has no other end.
+        if hasattr(self, "table"):
+            self.close()
