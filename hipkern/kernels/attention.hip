@@ -99,13 +99,6 @@ DS4Q_FN void attend_load(ds4q_quad (*q)[ATTEND_QUADS], const float* from, int li
   }
 }
 
-// Half of what a lane holds, `low` or `high` by a bit of its number, summed with its partner's.
-DS4Q_FN float attend_fold(float low, float high, ds4q_u32 distance) {
-  bool upper = (ds4q_lane() & distance) != 0;
-  float given = ds4q_shuffle(upper ? low : high, ds4q_lane() ^ distance);
-  return (upper ? high : low) + given;
-}
-
 // Dot product of four heads with one key, not yet summed over the eight lanes of head lane / 8.
 DS4Q_FN float attend_dot(const ds4q_quad (*q)[ATTEND_QUADS], const float* key) {
   float dots[ATTEND_HEADS] = {};
@@ -119,7 +112,7 @@ DS4Q_FN float attend_dot(const ds4q_quad (*q)[ATTEND_QUADS], const float* key) {
     }
   }
   // Folding halves what a lane still sums up: 31 shuffles for eight keys in place of 160.
-  return attend_fold(attend_fold(dots[0], dots[2], 16), attend_fold(dots[1], dots[3], 16), 8);
+  return ds4q_fold(ds4q_fold(dots[0], dots[2], 16), ds4q_fold(dots[1], dots[3], 16), 8);
 }
 
 // Dot products of four heads with keys 0 .. 7: lane l gets head l / 8, key l % 8.
@@ -128,13 +121,13 @@ DS4Q_FN float attend_dots(const ds4q_quad (*q)[ATTEND_QUADS], const float* keys)
   DS4Q_ROLLED
   for (int key = 0; key < 2; key++) {
     const float* at = keys + key * ATTEND_COLUMNS;
-    float a = attend_fold(attend_dot(q, at), attend_dot(q, at + 4 * ATTEND_COLUMNS), 4);
+    float a = ds4q_fold(attend_dot(q, at), attend_dot(q, at + 4 * ATTEND_COLUMNS), 4);
     at += 2 * ATTEND_COLUMNS;
-    float b = attend_fold(attend_dot(q, at), attend_dot(q, at + 4 * ATTEND_COLUMNS), 4);
+    float b = ds4q_fold(attend_dot(q, at), attend_dot(q, at + 4 * ATTEND_COLUMNS), 4);
     even = odd;
-    odd = attend_fold(a, b, 2);
+    odd = ds4q_fold(a, b, 2);
   }
-  return attend_fold(even, odd, 1);
+  return ds4q_fold(even, odd, 1);
 }
 
 DS4Q_KERNEL(attend, 128,

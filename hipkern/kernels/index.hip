@@ -1,0 +1,225 @@
+// Owns the choice of compressed entries at ratio 4: scores of all that a token sees, and the best
+// topk of them. What the entries are is compress.hip's; projections are linear.hip's.
+//
+// Token t of a launch stands at step->first + offset + t and sees count = (position + 1) / ratio
+// entries. q [T][heads][width], gates [T][heads], scores [T][stride], chosen [T][topk]; cos, sin
+// [T][pairs]. heads <= 64; width <= 128, a multiple of 4. Base pointers 16-byte aligned.
+//
+// index_scores: grid (X, T) with any X, block 256, LDS 8704. Nothing while count <= topk. Block x takes
+//   keys 16 c .. 16 c + 15 for c = x, x + X, ..; eight heads, turned, in each group's registers.
+//   score_w = sum over heads of gate / sqrt(width heads) * max(0, q . k_w). Dot products: lane l owns
+//   columns 4 l + (0 .. 3), fused, then lanes pairwise at distance 16, 8, 4, 2, 1. Heads: 8 g .. 8 g +
+//   7 pairwise at distance 1, 2, 4, then g ascending.
+// index_select: grid (1, T), block 512, LDS 1160. The topk greatest, lower index first on ties, NaN
+//   below every number; ascending in chosen, -1 past count. Where count <= topk all are chosen.
+//   Narrows a range of ordered keys by histograms of 256 bins until one key is the topk-th; counters
+//   are integers, so the order in which threads count cannot show.
+// Measured: not yet on a device; nothing here has run on AMD hardware.
+#include "ds4q_dense.h"
+#include "ds4q_state.h"
+
+#define INDEX_KEYS 16
+#define INDEX_WIDTH 128
+#define INDEX_HEADS 8  // of a group
+#define SELECT_THREADS 512
+#define SELECT_BINS 256
+
+DS4Q_FN int index_count(const ds4q_step* step, int offset, int ratio) {
+  return (step->first + offset + (int)ds4q_block_y() + 1) / ratio;
+}
+
+// Eight heads of a group, turned; zeros past the last head or column.
+DS4Q_FN void index_load(ds4q_quad* q, const float* from, int live, int width, int pairs,
+                        const float* cos, const float* sin) {
+  int column = 4 * (int)ds4q_lane();
+  DS4Q_UNROLL
+  for (int h = 0; h < INDEX_HEADS; h++) {
+    q[h] = h < live && column < width ? ds4q_load4(from + h * width + column) : ds4q_quad{};
+  }
+  DS4Q_UNROLL
+  for (int i = 0; i < 4; i += 2) {
+    int pair = (column + i - (width - 2 * pairs)) / 2;
+    if (column + i < width - 2 * pairs || column + i >= width) continue;
+    float c = cos[pair], s = sin[pair];
+    DS4Q_UNROLL
+    for (int h = 0; h < INDEX_HEADS; h++) ds4q_turn(q[h].v[i], q[h].v[i + 1], c, s);
+  }
+}
+
+// Dot products with one key: eight heads, not yet summed over the four lanes of head lane / 4.
+DS4Q_FN float index_dot(const ds4q_quad* q, const float* key) {
+  float dots[INDEX_HEADS];
+  ds4q_quad k = ds4q_load4(key + 4 * ds4q_lane());
+  DS4Q_UNROLL
+  for (int h = 0; h < INDEX_HEADS; h++) {
+    dots[h] = 0.0f;
+    DS4Q_UNROLL
+    for (int i = 0; i < 4; i++) dots[h] = ds4q_fma(q[h].v[i], k.v[i], dots[h]);
+  }
+  DS4Q_UNROLL
+  for (int h = 0; h < 4; h++) dots[h] = ds4q_fold(dots[h], dots[h + 4], 16);
+  return ds4q_fold(ds4q_fold(dots[0], dots[2], 8), ds4q_fold(dots[1], dots[3], 8), 4);
+}
+
+DS4Q_KERNEL(index_scores, 256,
+            (const float* q, const float* gates, const ds4q_layer_state* state,
+             const ds4q_step* step, const float* cos, const float* sin, float* scores, int heads,
+             int width, int pairs, int ratio, int topk, int stride, int offset)) {
+  DS4Q_SHARED(float, keys, INDEX_KEYS * INDEX_WIDTH);
+  DS4Q_SHARED(float, sums, 8 * INDEX_KEYS);
+  int count = index_count(step, offset, ratio);
+  if (count <= topk || (int)ds4q_block_x() * INDEX_KEYS >= count) return;
+  ds4q_u64 t = ds4q_block_y();
+  int thread = (int)ds4q_thread(), lane = (int)ds4q_lane(), group = thread / DS4Q_LANES;
+  int head = INDEX_HEADS * group;
+  ds4q_quad queries[INDEX_HEADS];
+  index_load(queries, q + (t * heads + head) * width, heads - head, width, pairs, cos + t * pairs,
+             sin + t * pairs);
+  float gain = 0.0f;
+  if (head + lane / 4 < heads) {
+    gain = gates[t * heads + head + lane / 4] * (1.0f / ds4q_sqrt((float)(width * heads)));
+  }
+  const float* entries = state->index_entries;
+  for (int begin = (int)ds4q_block_x() * INDEX_KEYS; begin < count;
+       begin += INDEX_KEYS * (int)ds4q_blocks_x()) {
+    DS4Q_UNROLL
+    for (int i = 0; i < 2; i++) {
+      int quad = thread + 256 * i, key = begin + quad / 32, column = 4 * (quad % 32);
+      if (key < count && column < width) {
+        ds4q_copy16(keys + 4 * quad, entries + (ds4q_u64)key * width + column);
+      } else {
+        ds4q_store4(keys + 4 * quad, ds4q_quad{});
+      }
+    }
+    ds4q_copy_commit();
+    ds4q_copy_wait<0>();
+    ds4q_barrier();
+    DS4Q_ROLLED
+    for (int batch = 0; batch < INDEX_KEYS; batch += 4) {
+      const float* at = keys + batch * INDEX_WIDTH;
+      float even = ds4q_fold(index_dot(queries, at), index_dot(queries, at + 2 * INDEX_WIDTH), 2);
+      at += INDEX_WIDTH;
+      float odd = ds4q_fold(index_dot(queries, at), index_dot(queries, at + 2 * INDEX_WIDTH), 2);
+      float score = gain * ds4q_max(ds4q_fold(even, odd, 1), 0.0f);  // head lane / 4, key lane % 4
+      DS4Q_UNROLL
+      for (ds4q_u32 d = 4; d < DS4Q_LANES; d *= 2) {
+        score = score + ds4q_shuffle(score, ds4q_lane() ^ d);
+      }
+      if (lane < 4) sums[group * INDEX_KEYS + batch + lane] = score;
+    }
+    ds4q_barrier();
+    if (thread < INDEX_KEYS && begin + thread < count) {
+      float score = 0.0f;
+      for (int g = 0; g < 8; g++) score = score + sums[g * INDEX_KEYS + thread];
+      scores[t * stride + begin + thread] = score;
+    }
+  }
+}
+
+// Greatest value among the lanes of a group, in every lane.
+DS4Q_FN ds4q_u32 select_top(ds4q_u32 v) {
+  DS4Q_UNROLL
+  for (ds4q_u32 d = 1; d < DS4Q_LANES; d *= 2) {
+    ds4q_u32 other = ds4q_shuffle_bits(v, ds4q_lane() ^ d);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+
+// Sum of `v` over this lane and those before it in the group.
+DS4Q_FN ds4q_u32 select_scan(ds4q_u32 v) {
+  DS4Q_UNROLL
+  for (ds4q_u32 d = 1; d < DS4Q_LANES; d *= 2) {
+    ds4q_u32 other = ds4q_shuffle_bits(v, (ds4q_lane() - d) % DS4Q_LANES);
+    if (ds4q_lane() >= d) v += other;
+  }
+  return v;
+}
+
+// The bin, from the top, that holds the `wanted`-th key, and the number wanted of that bin: to
+// found[0] and found[1]. One group; a lane has eight bins.
+DS4Q_FN void select_bin(const ds4q_u32* bins, ds4q_u32 wanted, ds4q_u32* found) {
+  ds4q_u32 top = SELECT_BINS - 1 - 8 * ds4q_lane(), own = 0;
+  for (ds4q_u32 i = 0; i < 8; i++) own += bins[top - i];
+  ds4q_u32 through = select_scan(own), before = through - own;
+  if (before >= wanted || through < wanted) return;
+  ds4q_u32 bin = top;
+  while (before + bins[bin] < wanted) before += bins[bin--];
+  found[0] = bin;
+  found[1] = wanted - before;
+}
+
+DS4Q_KERNEL(index_select, SELECT_THREADS,
+            (const float* scores, const ds4q_step* step, int* chosen, int ratio, int topk,
+             int stride, int offset)) {
+  DS4Q_SHARED(ds4q_u32, bins, SELECT_BINS);
+  DS4Q_SHARED(ds4q_u32, room, 2 * SELECT_THREADS / DS4Q_LANES);
+  DS4Q_SHARED(ds4q_u32, found, 2);
+  int count = index_count(step, offset, ratio), thread = (int)ds4q_thread();
+  const float* row = scores + (ds4q_u64)ds4q_block_y() * stride;
+  int* out = chosen + (ds4q_u64)ds4q_block_y() * topk;
+  if (count <= topk) {
+    for (int i = thread; i < topk; i += SELECT_THREADS) out[i] = i < count ? i : -1;
+    return;
+  }
+  const int groups = SELECT_THREADS / DS4Q_LANES;
+  ds4q_u32 group = ds4q_thread() / DS4Q_LANES, low = ~0u, high = 0;
+  for (int i = thread; i < count; i += SELECT_THREADS) {
+    ds4q_u32 key = ds4q_ordered(row[i]);
+    low = key < low ? key : low;
+    high = key > high ? key : high;
+  }
+  low = ~select_top(~low);
+  high = select_top(high);
+  if (ds4q_lane() == 0) room[group] = low, room[groups + group] = high;
+  ds4q_barrier();
+  for (int g = 0; g < groups; g++) {
+    low = room[g] < low ? room[g] : low;
+    high = room[groups + g] > high ? room[groups + g] : high;
+  }
+
+  // The topk-th greatest key lies in low .. high, as the wanted-th greatest of the keys there.
+  ds4q_u32 wanted = (ds4q_u32)topk;
+  while (low < high) {
+    int shift = 0;
+    while ((high - low) >> shift >= SELECT_BINS) shift++;
+    if (thread < SELECT_BINS) bins[thread] = 0;
+    ds4q_barrier();
+    for (int i = thread; i < count; i += SELECT_THREADS) {
+      ds4q_u32 key = ds4q_ordered(row[i]);
+      if (key >= low && key <= high) ds4q_count(&bins[(key - low) >> shift], 1);
+    }
+    ds4q_barrier();
+    if (group == 0) select_bin(bins, wanted, found);
+    ds4q_barrier();
+    low += found[0] << shift;
+    ds4q_u32 span = (1u << shift) - 1;
+    high = high - low > span ? low + span : high;
+    wanted = found[1];
+  }
+
+  // Every thread takes a run of entries: how many chosen ones come before it?
+  int run = (count + SELECT_THREADS - 1) / SELECT_THREADS, begin = thread * run;
+  int end = begin + run < count ? begin + run : count;
+  ds4q_u32 above = 0, ties = 0;
+  for (int i = begin; i < end; i++) {
+    ds4q_u32 key = ds4q_ordered(row[i]);
+    above += key > low;
+    ties += key == low;
+  }
+  ds4q_u32 above_through = select_scan(above), ties_through = select_scan(ties);
+  ds4q_barrier();  // room is free again
+  if (ds4q_lane() == DS4Q_LANES - 1) {
+    room[group] = above_through, room[groups + group] = ties_through;
+  }
+  ds4q_barrier();
+  ds4q_u32 place = above_through - above, tied = ties_through - ties;
+  for (ds4q_u32 g = 0; g < group; g++) place += room[g], tied += room[groups + g];
+  place += tied < wanted ? tied : wanted;
+  for (int i = begin; i < end; i++) {
+    ds4q_u32 key = ds4q_ordered(row[i]);
+    bool takes = key > low || (key == low && tied < wanted);
+    tied += key == low;
+    if (takes) out[place++] = i;
+  }
+}
