@@ -34,6 +34,8 @@ struct ds4q_sim_calls {
   void (*barrier)();                                     // all threads of the block
   void (*group_barrier)();                               // the 32 lanes of a group
   ds4q_u32 (*shuffle)(ds4q_u32 value, ds4q_u32 source);  // value of lane `source` of the group
+  float (*group_sum)(float value);  // what the shuffles below give, in one switch
+  float (*group_max)(float value);
   void* (*shared)(ds4q_u32 bytes);         // the next shared object of the block, 16-byte aligned
   void (*copy16)(void* to, const void* from);  // lands at the wait, not before
   void (*copy_commit)();
@@ -274,16 +276,23 @@ DS4Q_FN float ds4q_min(float a, float b) { return a < b ? a : b; }
 
 // Sum over the 32 lanes of a group, in every lane: partners at distance 1, 2, 4, 8, 16. Addition
 // commutes, so all lanes hold the same bits.
+#if defined(DS4Q_SIM)  // the same sums in one switch of fibers in place of five
+inline float ds4q_group_sum(float v) { return ds4q_sim.group_sum(v); }
+inline float ds4q_group_max(float v) { return ds4q_sim.group_max(v); }
+#else
 DS4Q_FN float ds4q_group_sum(float v) {
+  ds4q_u32 lane = ds4q_lane();
   DS4Q_UNROLL
-  for (ds4q_u32 d = 1; d < DS4Q_LANES; d *= 2) v = v + ds4q_shuffle(v, ds4q_lane() ^ d);
+  for (ds4q_u32 d = 1; d < DS4Q_LANES; d *= 2) v = v + ds4q_shuffle(v, lane ^ d);
   return v;
 }
 DS4Q_FN float ds4q_group_max(float v) {
+  ds4q_u32 lane = ds4q_lane();
   DS4Q_UNROLL
-  for (ds4q_u32 d = 1; d < DS4Q_LANES; d *= 2) v = ds4q_max(v, ds4q_shuffle(v, ds4q_lane() ^ d));
+  for (ds4q_u32 d = 1; d < DS4Q_LANES; d *= 2) v = ds4q_max(v, ds4q_shuffle(v, lane ^ d));
   return v;
 }
+#endif
 
 // The largest errors below are over all floats of the range, against float64.
 

@@ -7,6 +7,7 @@ tests and ``DS4Q_HIP=sim``, and say nothing about the speed of AMD hardware.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -77,14 +78,12 @@ def build(cache_dir: Path, compiler: str | None = None, flags: Sequence[str] = (
 def compiler_command(compiler: str | None = None) -> list[str]:
     """Words that start a C++ compiler; see ``build``."""
     if compiler == "zig" or (compiler is None and shutil.which("g++") is None):
-        try:
-            import ziglang  # type: ignore[import-not-found]  # noqa: F401
-        except ImportError:
+        if importlib.util.find_spec("ziglang") is None:
             found = "no g++ and no ziglang" if compiler is None else "no ziglang"
             raise HipLibraryError(
                 f"the simulated device needs a C++ compiler: {found} is here",
                 remedy="install g++, or pip install ziglang",
-            ) from None
+            )
         return [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=undefined"]
     name = compiler or "g++"
     if shutil.which(name) is None:

@@ -6,6 +6,7 @@
 // barriers is a plain loop. When nobody can run and somebody has not ended, the block diverged.
 #include "fiber.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstring>
 #include <vector>
@@ -15,32 +16,36 @@
 namespace sim {
 namespace {
 
-enum Meeting : uint32_t { kNone, kShuffle, kGroupBarrier, kBarrier };
-const char* const kMeetingNames[] = {"", "a shuffle", "a group barrier", "a barrier"};
+enum Meeting : uint8_t { kNone, kShuffle, kGroupSum, kGroupMax, kGroupBarrier, kBarrier };
+const char* const kMeetingNames[] = {"",          "a shuffle",       "a group sum",
+                                     "a group maximum", "a group barrier", "a barrier"};
 
 struct Copy {
   char* to;
   const char* from;
 };
 
-struct Lane : ds4q_sim_lane {
-  void* resume;  // null before its first step
+struct Group;
+struct alignas(64) Lane : ds4q_sim_lane {  // one cache line, then what is seldom used
+  void* resume;                            // null before its first step
   char* stack;
-  uint32_t shared_index;  // how many shared objects it has declared
+  Group* group;
+  uint8_t place;  // in the order of turns
   Meeting waits;
   bool ended;
+  uint32_t shared_index;            // how many shared objects it has declared
   std::vector<Copy> copies;         // in order of issue
   std::vector<uint32_t> committed;  // copies.size() at each commit that has not landed
 };
 
 struct Group {
-  uint32_t first, lanes;
-  uint32_t all, runnable;  // bits by place in the order of turns
-  uint32_t arrived;        // at the shuffle or group barrier
+  Lane* lanes;  // in the order of turns
+  uint32_t n, place;
+  uint32_t all, runnable;  // bits by place
+  uint32_t arrived;        // at the shuffle, sum or group barrier
   Meeting meeting;
-  uint32_t turn;           // which half of values the next shuffle uses
-  uint32_t values[2][DS4Q_LANES];
-  uint8_t lane_at[DS4Q_LANES], place_of[DS4Q_LANES];
+  uint32_t turn;  // which half of values the next exchange uses
+  uint32_t values[2][DS4Q_LANES];  // by lane
 };
 
 struct SharedObject {
@@ -55,6 +60,7 @@ class Runner {  // one per OS thread
   void meet_block();
   void meet_group(Meeting meeting);
   uint32_t shuffle(uint32_t value, uint32_t source);
+  float reduce(float value, Meeting how);
   void* shared(uint32_t bytes);
   void copy16(void* to, const void* from);
   void commit() { current_->committed.push_back(static_cast<uint32_t>(current_->copies.size())); }
@@ -63,9 +69,9 @@ class Runner {  // one per OS thread
 
  private:
   void set_up(Launch& launch, uint64_t index);
-  Group& group_of(const Lane& lane) { return groups_[lane.thread / DS4Q_LANES]; }
-  void sleep(Group& group, Lane& lane, Meeting meeting);
+  void sleep(Lane& lane, Meeting meeting);
   void wake(Group& group);
+  uint32_t* exchange(Lane& lane, uint32_t value);
   Lane* next_lane();
   void go_on();
   void end_lane(Lane& lane);
@@ -79,8 +85,7 @@ class Runner {  // one per OS thread
   void* home_ = nullptr;  // the OS thread's own context
   Stacks stacks_;
   std::vector<Lane> lanes_;
-  Group groups_[kMostThreads / DS4Q_LANES];
-  uint8_t group_at_[kMostThreads / DS4Q_LANES], group_place_[kMostThreads / DS4Q_LANES];
+  Group groups_[kMostThreads / DS4Q_LANES];  // in the order of turns
   uint32_t n_groups_ = 0, runnable_groups_ = 0;  // bits by place
   uint32_t at_barrier_ = 0, ended_ = 0;
   std::vector<SharedObject> objects_;
@@ -91,16 +96,15 @@ class Runner {  // one per OS thread
 // Fibers never change their OS thread, so the address of a thread-local does not move under them.
 __attribute__((visibility("hidden"), tls_model("initial-exec"))) thread_local Runner* self = nullptr;
 
-void order(uint8_t* at, uint8_t* place, uint32_t n, uint64_t seed) {
+void order(uint8_t* at, uint32_t n, uint64_t seed) {  // natural for seed 0
   for (uint32_t i = 0; i < n; i++) at[i] = static_cast<uint8_t>(i);
   for (uint32_t i = n; seed && i > 1; i--) {
     seed = mix(seed);
-    uint32_t j = static_cast<uint32_t>(seed % i);
-    uint8_t kept = at[i - 1];
-    at[i - 1] = at[j], at[j] = kept;
+    std::swap(at[i - 1], at[seed % i]);
   }
-  for (uint32_t i = 0; i < n; i++) place[at[i]] = static_cast<uint8_t>(i);
 }
+
+uint32_t low_bits(uint32_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 
 void Runner::set_up(Launch& launch, uint64_t index) {
   launch_ = &launch;
@@ -109,28 +113,29 @@ void Runner::set_up(Launch& launch, uint64_t index) {
   uint64_t rest = index / launch.blocks[0];
   uint32_t y = static_cast<uint32_t>(rest % launch.blocks[1]);
   uint32_t z = static_cast<uint32_t>(rest / launch.blocks[1]);
-  for (uint32_t i = 0; i < launch.threads; i++) {
-    Lane& lane = lanes_[i];
-    lane.thread = i, lane.threads = launch.threads;
-    lane.block[0] = x, lane.block[1] = y, lane.block[2] = z;
-    for (int k = 0; k < 3; k++) lane.blocks[k] = launch.blocks[k];
-    lane.resume = nullptr, lane.stack = nullptr;
-    lane.shared_index = 0, lane.waits = kNone, lane.ended = false;
-    lane.copies.clear(), lane.committed.clear();
-  }
   uint64_t seed = launch.lane_seed ? mix(launch.lane_seed ^ mix(index + 1)) | 1 : 0;
   n_groups_ = (launch.threads + DS4Q_LANES - 1) / DS4Q_LANES;
-  order(group_at_, group_place_, n_groups_, seed);
+  uint8_t group_at[kMostThreads / DS4Q_LANES], lane_at[DS4Q_LANES];
+  order(group_at, n_groups_, seed);
+  Lane* lane = lanes_.data();
   for (uint32_t g = 0; g < n_groups_; g++) {
     Group& group = groups_[g];
-    group.first = g * DS4Q_LANES;
-    uint32_t left = launch.threads - group.first;
-    group.lanes = left < DS4Q_LANES ? left : DS4Q_LANES;
-    group.all = group.runnable = group.lanes == 32 ? ~0u : (1u << group.lanes) - 1;
+    uint32_t first = group_at[g] * DS4Q_LANES;
+    group.lanes = lane, group.place = g;
+    group.n = std::min<uint32_t>(launch.threads - first, DS4Q_LANES);
+    group.all = group.runnable = low_bits(group.n);
     group.arrived = group.turn = 0, group.meeting = kNone;
-    order(group.lane_at, group.place_of, group.lanes, seed ? mix(seed + g) | 1 : 0);
+    order(lane_at, group.n, seed ? mix(seed + g) | 1 : 0);
+    for (uint32_t i = 0; i < group.n; i++, lane++) {
+      lane->thread = first + lane_at[i], lane->threads = launch.threads;
+      lane->block[0] = x, lane->block[1] = y, lane->block[2] = z;
+      for (int k = 0; k < 3; k++) lane->blocks[k] = launch.blocks[k];
+      lane->resume = nullptr, lane->stack = nullptr;
+      lane->group = &group, lane->place = static_cast<uint8_t>(i);
+      lane->shared_index = 0, lane->waits = kNone, lane->ended = false;
+    }
   }
-  runnable_groups_ = n_groups_ == 32 ? ~0u : (1u << n_groups_) - 1;
+  runnable_groups_ = low_bits(n_groups_);
   at_barrier_ = ended_ = 0;
   objects_.clear();
   // The last block's contents must not pass for this one's: all bits set is NaN.
@@ -140,11 +145,13 @@ void Runner::set_up(Launch& launch, uint64_t index) {
 
 void Runner::run(Launch& launch, uint64_t index) {
   set_up(launch, index);
-  current_ = &lanes_[groups_[group_at_[0]].first + groups_[group_at_[0]].lane_at[0]];
+  current_ = lanes_.data();
   current_->stack = stacks_.take();
   void* start = fresh_context(current_->stack, stacks_.usable(current_->stack), lane_main);
   switch_context(&home_, start);
   stacks_.give_all();
+  if (!launch.failed.load(std::memory_order_relaxed)) return;
+  for (Lane& lane : lanes_) lane.copies.clear(), lane.committed.clear();
 }
 
 void Runner::lane_main() {
@@ -175,35 +182,32 @@ void Runner::end_lane(Lane& lane) {
   }
   lane.ended = true;
   ended_++;
-  sleep(group_of(lane), lane, kNone);
+  sleep(lane, kNone);
 }
 
-void Runner::sleep(Group& group, Lane& lane, Meeting meeting) {
+void Runner::sleep(Lane& lane, Meeting meeting) {
+  Group& group = *lane.group;
   lane.waits = meeting;
-  group.runnable &= ~(1u << group.place_of[lane.thread - group.first]);
-  if (!group.runnable) runnable_groups_ &= ~(1u << group_place_[lane.thread / DS4Q_LANES]);
+  group.runnable &= ~(1u << lane.place);
+  if (!group.runnable) runnable_groups_ &= ~(1u << group.place);
 }
 
 void Runner::wake(Group& group) {
   group.runnable = group.all;
-  runnable_groups_ |= 1u << group_place_[group.first / DS4Q_LANES];
+  runnable_groups_ |= 1u << group.place;
 }
 
-uint32_t rotated_first(uint32_t bits, uint32_t after) {  // the next set bit, cyclic; bits != 0
-  uint32_t later = after == 31 ? 0 : bits & ~((2u << after) - 1);
+uint32_t first_after(uint32_t bits, uint32_t place) {  // the next set bit, cyclic; bits != 0
+  uint32_t later = bits & ~low_bits(place + 1);
   return static_cast<uint32_t>(__builtin_ctz(later ? later : bits));
 }
 
 Lane* Runner::next_lane() {  // of the same group while one can run: its data is in the cache
-  Group* group = &group_of(*current_);
-  uint32_t after = group->place_of[current_->thread - group->first];
-  if (!group->runnable) {
-    if (!runnable_groups_) return nullptr;
-    uint32_t place = group_place_[group->first / DS4Q_LANES];
-    group = &groups_[group_at_[rotated_first(runnable_groups_, place)]];
-    after = 31;
-  }
-  return &lanes_[group->first + group->lane_at[rotated_first(group->runnable, after)]];
+  const Group* group = current_->group;
+  if (group->runnable) return group->lanes + first_after(group->runnable, current_->place);
+  if (!runnable_groups_) return nullptr;
+  group = &groups_[first_after(runnable_groups_, group->place)];
+  return group->lanes + __builtin_ctz(group->runnable);
 }
 
 void Runner::go_on() {  // the current lane waits: run another
@@ -227,36 +231,68 @@ void Runner::meet_block() {
     for (uint32_t g = 0; g < n_groups_; g++) wake(groups_[g]);
     return;
   }
-  sleep(group_of(*current_), *current_, kBarrier);
+  sleep(*current_, kBarrier);
   go_on();
 }
 
 void Runner::meet_group(Meeting meeting) {
-  Group& group = group_of(*current_);
+  Group& group = *current_->group;
   if (group.arrived && group.meeting != meeting) {
     fail("reaches %s while others of its group wait at %s", kMeetingNames[meeting],
          kMeetingNames[group.meeting]);
   }
   group.meeting = meeting;
-  if (++group.arrived == group.lanes) {
+  if (++group.arrived == group.n) {
     group.arrived = 0;
+    group.turn ^= 1;
     wake(group);
     return;
   }
-  sleep(group, *current_, meeting);
+  sleep(*current_, meeting);
   go_on();
+}
+
+// Two halves: nobody can reach the exchange after the next before all have read this one.
+uint32_t* Runner::exchange(Lane& lane, uint32_t value) {
+  uint32_t* values = lane.group->values[lane.group->turn];
+  values[lane.thread % DS4Q_LANES] = value;
+  return values;
 }
 
 uint32_t Runner::shuffle(uint32_t value, uint32_t source) {
   Lane& lane = *current_;
-  Group& group = group_of(lane);
-  if (source >= group.lanes) fail("shuffles from lane %u of a group of %u", source, group.lanes);
-  // Two halves: nobody can reach the shuffle after the next before all have read this one.
-  uint32_t* values = group.values[group.turn & 1];
-  values[lane.thread - group.first] = value;
-  if (group.arrived + 1 == group.lanes) group.turn++;
+  if (source >= lane.group->n) {
+    fail("shuffles from lane %u of a group of %u", source, lane.group->n);
+  }
+  uint32_t* values = exchange(lane, value);
   meet_group(kShuffle);
   return values[source];
+}
+
+float larger(float a, float b) { return a > b ? a : b; }
+
+// The butterfly of ds4q_group_sum in one meeting: the last to arrive does it for all.
+float Runner::reduce(float value, Meeting how) {
+  Lane& lane = *current_;
+  if (lane.group->n != DS4Q_LANES) fail("reduces over a group of %u", lane.group->n);
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  uint32_t* values = exchange(lane, bits);
+  bool last = lane.group->arrived + 1 == DS4Q_LANES;
+  if (last) {
+    float before[DS4Q_LANES], after[DS4Q_LANES];
+    std::memcpy(before, values, sizeof before);
+    for (uint32_t d = 1; d < DS4Q_LANES; d *= 2) {
+      for (uint32_t i = 0; i < DS4Q_LANES; i++) {
+        after[i] = how == kGroupSum ? before[i] + before[i ^ d] : larger(before[i], before[i ^ d]);
+      }
+      std::memcpy(before, after, sizeof before);
+    }
+    std::memcpy(values, before, sizeof before);
+  }
+  meet_group(how);
+  std::memcpy(&value, values + lane.thread % DS4Q_LANES, sizeof value);
+  return value;
 }
 
 void* Runner::shared(uint32_t bytes) {
@@ -318,17 +354,18 @@ void Runner::fail(const char* format, ...) {
 
 void Runner::tell_divergence() {
   if (launch_->failed.exchange(true)) return;
-  const Lane* waiting = nullptr;  // prefer one that waits for its group: the smaller circle
-  for (uint32_t i = 0; i < launch_->threads; i++) {
-    const Lane& lane = lanes_[i];
-    if (lane.ended || (waiting && !(waiting->waits == kBarrier && lane.waits != kBarrier))) continue;
-    waiting = &lane;
-  }
-  const Lane* missing = nullptr;
-  for (uint32_t i = 0; i < launch_->threads && !missing; i++) {
-    bool near = waiting->waits == kBarrier || i / DS4Q_LANES == waiting->thread / DS4Q_LANES;
-    if (near && lanes_[i].waits != waiting->waits) missing = &lanes_[i];
-  }
+  auto find = [&](auto fits) -> const Lane* {
+    for (uint32_t i = 0; i < launch_->threads; i++) {
+      if (fits(lanes_[i])) return &lanes_[i];
+    }
+    return nullptr;
+  };
+  // One that waits for its group, if there is one: the smaller circle.
+  const Lane* waiting = find([](const Lane& l) { return !l.ended && l.waits != kBarrier; });
+  if (!waiting) waiting = find([](const Lane& l) { return !l.ended; });
+  const Lane* missing = find([&](const Lane& l) {
+    return l.waits != waiting->waits && (waiting->waits == kBarrier || l.group == waiting->group);
+  });
   name_block(*waiting);
   std::fprintf(stderr, "waits at %s that thread %u never reaches: it ", kMeetingNames[waiting->waits],
                missing->thread);
@@ -370,6 +407,8 @@ const ds4q_sim_calls& services() {
       [] { self->meet_block(); },
       [] { self->meet_group(kGroupBarrier); },
       [](ds4q_u32 value, ds4q_u32 source) { return self->shuffle(value, source); },
+      [](float value) { return self->reduce(value, kGroupSum); },
+      [](float value) { return self->reduce(value, kGroupMax); },
       [](ds4q_u32 bytes) { return self->shared(bytes); },
       [](void* to, const void* from) { self->copy16(to, from); },
       [] { self->commit(); },
