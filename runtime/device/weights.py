@@ -64,15 +64,15 @@ class DeviceSource:
 
     Attributes
     ----------
-    dense : where everything but the experts lies; more may be reserved in it
     layouts : all device memory that the tensors need
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._tensors = Tensors(reader)
-        self.dense = Layout()
-        self.layouts = [self.dense]
+        self._tables = Layout()  # apart: a piece of the matrices also copies what lies in its gaps
+        self._dense = Layout()
+        self.layouts = [self._tables, self._dense]
         self._groups: list[tuple[str, list[Matrix]]] = [("dense", [])]
         self._books: dict[tuple[int, Coding | None], Place] = {}
         self._small: list[tuple[Place, Callable[[], npt.NDArray[np.generic] | bytes]]] = []
@@ -89,7 +89,7 @@ class DeviceSource:
 
     def table(self, nbytes: int, make: Callable[[], npt.NDArray[np.generic] | bytes]) -> Place:
         """A place for what ``make`` gives once every place has its address."""
-        place = self.dense.reserve(nbytes)
+        place = self._tables.reserve(nbytes)
         self._small.append((place, make))
         return place
 
@@ -101,7 +101,7 @@ class DeviceSource:
         """A packed matrix cut into equal runs of rows, each a matrix of its own."""
         entry = self._matrix_entry(name, (rows, cols))
         part = rows // groups
-        cut = [self._placed(self.dense, entry, g * part, part) for g in range(groups)]
+        cut = [self._placed(self._dense, entry, g * part, part) for g in range(groups)]
         self._groups[0][1].extend(cut)
         return cut
 
