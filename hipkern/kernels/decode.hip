@@ -29,7 +29,10 @@ DS4Q_FN void decode_block(const ds4q_u8* row, int block, const ds4q_tables& tabl
   for (int i = 0; i < DS4Q_BLOCK; i++) {
     // A zero with a sign is +0 where the codec looks it up among whole numbers.
     float exact = format::SIGNED_ZERO ? level[i] : level[i] + 0.0f;
-    value[i] = exact * factor * scale[format::HALVES ? i / 16 : 0];
+    float weight = scale[format::HALVES ? i / 16 : 0];
+    // Exact but for the last product: a row's factor goes with a level, a type's with a scale, since
+    // a book may hold levels at the end of the range.
+    value[i] = format::HEADER ? exact * factor * weight : exact * (weight * factor);
   }
 }
 
