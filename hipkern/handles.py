@@ -7,6 +7,7 @@ its owner did not.
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import threading
 from collections.abc import Sequence
@@ -158,7 +159,8 @@ class Function:
     def __init__(
         self, module: Module, handle: Any, name: str, threads: int, kinds: Sequence[str]
     ) -> None:
-        from rocm.bindings.util.types import Pointer
+        from rocm.bindings._hip_helpers import HipModuleLaunchKernel_extra
+        from rocm.bindings.util.types import ListOfPointer
 
         self.name = f"{module.name}: {name}"
         self.threads = threads
@@ -167,8 +169,7 @@ class Function:
         self._device = module.device
         self._handle = handle
         self._packer = argument_struct(kinds)
-        self._floats = tuple(i for i, kind in enumerate(kinds) if kind == "float")
-        self._pointers = tuple(i for i, kind in enumerate(kinds) if kind == "pointer")
+        self._accepted: set[tuple[type, ...]] = set()
         self._lock = threading.Lock()  # the buffer below is one for all launches
         self._buffer = (ctypes.c_uint64 * (self._packer.size // 8 + 1))()
         self._size = ctypes.c_size_t(self._packer.size)
@@ -179,7 +180,9 @@ class Function:
             ctypes.addressof(self._size),
             LAUNCH_END,
         )
-        self._extra = Pointer(ctypes.addressof(self._config))
+        # In the binding's own types, which it would otherwise make of the arguments at each launch.
+        self._extra = HipModuleLaunchKernel_extra(ctypes.addressof(self._config))
+        self._no_parameters = ListOfPointer(None)
         self._start = module.device.library.hip.hipModuleLaunchKernel
 
     def launch(self, stream: Stream, grid: tuple[int, int, int], *arguments: Any) -> None:
@@ -189,48 +192,48 @@ class Function:
         ------
         HipUsageError : arguments that differ in number or kind from the kernel's declaration
         """
+        types = tuple(map(type, arguments))
+        if types not in self._accepted:
+            self._check(arguments)
+            self._accepted.add(types)
+        x, y, z = grid
+        self._device.enter()
+        with self._lock:
+            try:
+                self._packer.pack_into(self._buffer, 0, *arguments)
+            except (struct.error, TypeError, OverflowError):
+                self._check(arguments)  # says which
+                raise
+            if x < 1 or y < 1 or z < 1:
+                raise HipUsageError(f"{self.name}: a grid without blocks: {grid}")
+            size = (x, y, z, self.threads, 1, 1, 0)  # grid, block, dynamic shared memory
+            code = self._start(
+                self._handle, *size, stream.handle, self._no_parameters, self._extra
+            )[0]
+        if code:
+            raise self._device.failure("hipModuleLaunchKernel", code, about=self.name)
+
+    def _check(self, arguments: Sequence[Any]) -> None:
+        """Whether they fit the declaration; done once for each combination of Python types."""
         if len(arguments) != len(self.kinds):
             raise HipUsageError(
                 f"{self.name}: wrong number of arguments",
                 expected=f"{len(self.kinds)} ({', '.join(self.kinds)})",
                 found=len(arguments),
             )
-        for i in self._floats:
-            if type(arguments[i]) is not float:
-                raise self._misfit(i, arguments[i])
-        for i in self._pointers:
-            value = arguments[i]
-            if type(value) is int and 0 < value < LOWEST_ADDRESS:
-                raise self._misfit(i, value)
-        self._device.enter()
-        x, y, z = grid
-        with self._lock:
-            try:
-                self._packer.pack_into(self._buffer, 0, *arguments)
-            except (struct.error, TypeError, OverflowError):
-                raise self._first_misfit(arguments) from None
-            if x < 1 or y < 1 or z < 1:
-                raise HipUsageError(f"{self.name}: a grid without blocks: {grid}")
-            code = self._start(
-                self._handle, x, y, z, self.threads, 1, 1, 0, stream.handle, None, self._extra
-            )[0]
-        if code:
-            raise self._device.failure("hipModuleLaunchKernel", code, about=self.name)
-
-    def _misfit(self, position: int, value: Any) -> HipUsageError:
-        return HipUsageError(
-            f"{self.name}: argument {position} is of the wrong kind",
-            expected=self.kinds[position],
-            found=f"{value!r:.60} ({type(value).__name__})",
-        )
-
-    def _first_misfit(self, arguments: Sequence[Any]) -> HipUsageError:
         for i, (kind, value) in enumerate(zip(self.kinds, arguments, strict=True)):
             try:
                 struct.pack(KINDS[kind], value)
+                fits = (kind == "float") == isinstance(value, float)
+                fits &= kind != "pointer" or not 0 < operator.index(value) < LOWEST_ADDRESS
             except (struct.error, TypeError, OverflowError):
-                return self._misfit(i, value)
-        return HipUsageError(f"{self.name}: arguments cannot be packed")
+                fits = False
+            if not fits:
+                raise HipUsageError(
+                    f"{self.name}: argument {i} is of the wrong kind",
+                    expected=kind,
+                    found=f"{value!r:.60} ({type(value).__name__})",
+                )
 
 
 def argument_struct(kinds: Sequence[str]) -> struct.Struct:
