@@ -91,14 +91,17 @@ def commit() -> str:
 
 
 class Recorder:
-    """Collects the rows of one run, prints them and appends them to ``results/NAME.csv``."""
+    """Collects the rows of one run, prints them and appends them to ``results/NAME.csv``.
 
-    def __init__(self, name: str, arguments: list[str]) -> None:
+    ``device`` names a GPU that was measured.
+    """
+
+    def __init__(self, name: str, arguments: list[str], device: str = "") -> None:
         self._file = RESULTS / f"{name}.csv"
         self._fixed = {
             "date": datetime.date.today().isoformat(),
             "commit": commit(),
-            "machine": machine(),
+            "machine": f"{device}, {machine()}" if device else machine(),
             "command": " ".join(["python", "-m", f"benchmarks.{name}", *arguments]),
         }
         self._rows: list[dict[str, object]] = []
