@@ -20,18 +20,15 @@ from ds4q.hipkern.errors import HipLibraryError
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent / "kernels"
-RUNTIME = (
-    "fiber",
-    "pool",
-    "settings",
-    "memory",
-    "queues",
-    "graphs",
-    "modules",
-    "api",
-    "errors",
-)
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
+# Files of a unit are compiled as one: most of the time goes to standard headers. Only fibers earn
+# from more than -O1.
+UNITS = {
+    "fibers": ("-O2", ("fiber", "pool")),
+    "runtime": ("-O1", ("settings", "memory", "queues", "graphs", "modules", "api", "errors")),
+    "hiprtc": ("-O1", ("hiprtc",)),
+}
+LIBRARIES = {"libamdhip64.so": ("fibers", "runtime"), "libhiprtc.so": ("hiprtc",)}
+FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 FAST_CPU = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})  # what x86-64-v3 adds
 
 __all__ = ["build", "compiler_command"]
@@ -54,7 +51,7 @@ def build(cache_dir: Path, compiler: str | None = None, flags: Sequence[str] = (
     command = compiler_command(compiler)
     march = _march()
     sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp"), KERNELS / "ds4q_dev.h"])
-    key = hashlib.sha256(repr((command, march, FLAGS, tuple(flags))).encode())
+    key = hashlib.sha256(repr((command, march, UNITS, FLAGS, tuple(flags))).encode())
     for source in sources:
         key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     home = cache_dir / f"sim-{key.hexdigest()[:16]}"
@@ -108,21 +105,41 @@ def _march() -> list[str]:
 
 def _compile(command: list[str], march: list[str], flags: Sequence[str], work: Path) -> None:
     (work / "lib").mkdir()
-    includes = ["-I", str(HERE), "-I", str(KERNELS), "-DDS4Q_SIM", "-pthread"]
     words = "\\n".join(command), "\\n".join(march)
-    defines = [f'-DDS4Q_SIM_CXX="{words[0]}"', f'-DDS4Q_SIM_MARCH="{words[1]}"']
-    for library, names in (("libamdhip64.so", RUNTIME), ("libhiprtc.so", ("hiprtc",))):
-        # One unit: the standard headers are read once, which is most of the time.
-        unit = work / f"{library}.cpp"
-        unit.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
-        line = [*command, *FLAGS, *includes, *defines, *flags, str(unit)]
-        line += ["-o", str(work / "lib" / library), "-ldl"]
-        done = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        unit.unlink()
-        if done.returncode != 0:
+    shared = [*FLAGS, "-DDS4Q_SIM", f"-I{HERE}", f"-I{KERNELS}"]
+    shared += [f'-DDS4Q_SIM_CXX="{words[0]}"', f'-DDS4Q_SIM_MARCH="{words[1]}"', *flags]
+    lines = []
+    for unit, (level, names) in UNITS.items():
+        source = work / f"unit-{unit}.cpp"
+        source.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
+        lines.append(
+            [*command, *shared, level, "-c", str(source), "-o", str(work / f"unit-{unit}.o")]
+        )
+    _run_all(lines)
+    lines = []
+    for library, units in LIBRARIES.items():
+        objects = [str(work / f"unit-{unit}.o") for unit in units]
+        lines.append([*command, "-shared", "-pthread", *flags, *objects, "-ldl"])
+        lines[-1] += ["-o", str(work / "lib" / library)]
+    _run_all(lines)
+    for unit in UNITS:
+        (work / f"unit-{unit}.cpp").unlink()
+        (work / f"unit-{unit}.o").unlink()
+
+
+def _run_all(lines: Sequence[list[str]]) -> None:
+    """At once; all have ended when this returns or raises."""
+    pipe = subprocess.PIPE
+    runs = [
+        subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT)
+        for line in lines
+    ]
+    texts = [run.communicate()[0].decode(errors="replace").splitlines() for run in runs]
+    for line, run, text in zip(lines, runs, texts, strict=True):
+        if run.returncode != 0:
             raise HipLibraryError(
-                f"the simulated device did not compile with {command[0]}",
+                f"the simulated device did not compile with {line[0]}",
                 path=HERE,
-                found=next((x for x in done.stderr.splitlines() if "error" in x), done.returncode),
+                found=next((said for said in text if "error" in said), run.returncode),
                 remedy="ask for another compiler",
             )

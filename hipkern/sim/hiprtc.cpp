@@ -9,11 +9,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <map>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -51,22 +52,29 @@ bool put(const std::string& folder, const std::string& name, const std::string& 
   for (size_t at = name.find('/'); at != std::string::npos; at = name.find('/', at + 1)) {
     mkdir((folder + "/" + name.substr(0, at)).c_str(), 0700);
   }
-  std::ofstream file(folder + "/" + name, std::ios::binary);
-  file << text;
-  return static_cast<bool>(file.flush());
+  FILE* file = std::fopen((folder + "/" + name).c_str(), "wb");
+  if (!file) return false;
+  bool all = std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  return std::fclose(file) == 0 && all;
 }
 
 std::string get(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  text << file.rdbuf();
-  return text.str();
+  std::string text;
+  FILE* file = std::fopen(path.c_str(), "rb");
+  if (!file) return text;
+  char part[65536];
+  while (size_t n = std::fread(part, 1, sizeof part, file)) text.append(part, n);
+  std::fclose(file);
+  return text;
 }
 
-std::vector<std::string> words(const char* text) {
+std::vector<std::string> words(const std::string& text) {
   std::vector<std::string> found;
-  std::stringstream lines(text);
-  for (std::string line; std::getline(lines, line);) found.push_back(line);
+  for (size_t at = 0; at < text.size();) {
+    size_t end = std::min(text.find('\n', at), text.size());
+    found.push_back(text.substr(at, end - at));
+    at = end + 1;
+  }
   return found;
 }
 

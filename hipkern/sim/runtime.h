@@ -163,15 +163,12 @@ extern Handles<Event>& events;
 
 // The frame of an exported function: faults, then the body with the lock held, then the last error.
 // A `releasing` one does its work on a lost device too, so that a leak stays a leak of the caller.
+hipError_t framed(const char* name, hipError_t (*body)(void*, Hold&), void* self, bool releasing);
+
 template <class Body>
 hipError_t call(const char* name, Body body, bool releasing = false) {
-  Hold hold(lock);
-  hipError_t code = entry_error(name);
-  if (code == hipSuccess || (releasing && device_lost())) {
-    hipError_t own = body(hold);
-    if (code == hipSuccess) code = own;
-  }
-  return remember(code);
+  auto run = [](void* self, Hold& hold) -> hipError_t { return (*static_cast<Body*>(self))(hold); };
+  return framed(name, run, &body, releasing);
 }
 
 }  // namespace sim

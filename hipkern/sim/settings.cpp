@@ -140,6 +140,16 @@ hipError_t entry_error(const char* name) {
   return code;
 }
 
+hipError_t framed(const char* name, hipError_t (*body)(void*, Hold&), void* self, bool releasing) {
+  Hold hold(lock);
+  hipError_t code = entry_error(name);
+  if (code == hipSuccess || (releasing && device_lost())) {
+    hipError_t own = body(self, hold);
+    if (code == hipSuccess) code = own;
+  }
+  return remember(code);
+}
+
 hipError_t remember(hipError_t code) {
   if (code != hipSuccess && code != hipErrorNotReady) last_error = code;
   return code;
