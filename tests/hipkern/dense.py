@@ -74,7 +74,7 @@ class Rig:
     def state(self, **fields: int) -> int:
         """Address of a ds4q_layer_state; fields that are not given are 0."""
         packed = struct.pack("<7Q4i", *(fields.get(name, 0) for name in STATE))
-        assert set(fields) <= set(STATE) and len(packed) == 72
+        assert set(fields) <= set(STATE)
         return self.put(np.frombuffer(packed, np.uint8), np.uint8)
 
     def step(self, first: int, tokens: int) -> int:

@@ -40,7 +40,9 @@ def _of(rig: Rig, x: F32, which: int) -> F32:
 def _floats(low: float, high: float, stride: int) -> F32:
     """Every ``stride``-th float of one sign from ``low`` to ``high``, both included."""
     ends = np.array([low, high], np.float32).view(np.uint32)
-    bits = np.append(np.arange(ends.min(), ends.max(), stride, np.uint32), ends.max())
+    bits = np.append(
+        np.arange(int(ends.min()), int(ends.max()), stride, dtype=np.uint32), ends.max()
+    )
     return bits.view(np.float32)
 
 

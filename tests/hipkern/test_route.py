@@ -1,4 +1,4 @@
-"""Routing: choice and weights against float64 and the CPU's, ties, NaN, the table of hash layers."""
+"""Routing: choice and weights against float64 and the CPU's, ties, NaN, hash layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from ds4q.runtime.model.moe import route_reference
-from tests.hipkern.dense import F32, F64, U, Rig, check_same, check_within, open_rig
+from tests.hipkern.dense import F32, F64, Rig, U, check_same, check_within, open_rig
 
 I32 = npt.NDArray[np.int32]
 FACTOR = 1.5
