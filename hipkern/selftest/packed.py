@@ -1,0 +1,211 @@
+"""Owns the self-test's cases of kernels that read packed weights, for every decoder.
+
+Decoding sees every type in each of its codings, with every scale there is; products see every
+decoder, rows whose last tile is short, more tokens than a tile takes, and experts that are absent.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds4q.artifact.formats import Coding, MixRow
+from ds4q.artifact.types import (
+    BF16,
+    F16,
+    F32,
+    HFP4G32,
+    Q8F16,
+    ROCMFP2,
+    ROCMFP2_MIX,
+    ROCMFP3,
+    ROCMFP3_MIX,
+    ROCMFP4,
+    ROCMFP4_FAST,
+    ROCMFP6,
+    ROCMFP8,
+    TensorType,
+)
+from ds4q.hipkern import matrix
+from ds4q.hipkern.selftest.rig import Case, Rig
+
+ANY = 0  # a build that looks each matrix's decoder up
+
+
+def _books(*words: int) -> MixRow:
+    return MixRow(1, struct.pack(f"<{len(words)}H", *words))
+
+
+# bf16 levels, ascending; the second book has what careless kernels lose: the ends of the range,
+# subnormals, and a difference of one bit.
+_EIGHT = _books(
+    *(0xC080, 0xC000, 0xBF80, 0xBE80, 0x0000, 0x3F00, 0x3FC0, 0x4080),
+    *(0xFF7F, 0xBF80, 0x8080, 0x8001, 0x0001, 0x0080, 0x3F81, 0x7F7F),
+)
+_FOUR = _books(0xBFC0, 0xBE00, 0x3F00, 0x3FA0, 0xFF7F, 0x8001, 0x0081, 0x7F7F)
+_MILD_EIGHT = _books(
+    *(0xC080, 0xC000, 0xBF80, 0xBE80, 0x0000, 0x3F00, 0x3FC0, 0x4080),
+    *(0xC040, 0xBFC0, 0xBF00, 0xBD80, 0x3D80, 0x3F40, 0x3F81, 0x4040),
+)
+_MILD_FOUR = _books(0xBFC0, 0xBE00, 0x3F00, 0x3FA0, 0xBF81, 0xBF80, 0x3F00, 0x4000)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A type in one of its codings."""
+
+    label: str
+    kind: TensorType
+    coding: Coding | None = None
+
+    @property
+    def decoder(self) -> int:
+        """Number of the decoder."""
+        return matrix.decoder_of(self.kind.id, self.coding)
+
+
+FORMATS = (
+    Format("F16", F16),
+    Format("F32", F32),
+    Format("Q8F16", Q8F16),
+    Format("BF16", BF16),
+    Format("HFP4G32", HFP4G32),
+    Format("ROCmFP4", ROCMFP4),
+    Format("ROCmFP4Fast", ROCMFP4_FAST),
+    Format("ROCmFP6 zero", ROCMFP6, "zero"),
+    Format("ROCmFP6 neg32", ROCMFP6, "neg32"),
+    Format("ROCmFP8", ROCMFP8),
+    Format("ROCmFP3", ROCMFP3),
+    Format("ROCmFP3Mix fixed", ROCMFP3_MIX, MixRow(0, b"")),
+    Format("ROCmFP3Mix books", ROCMFP3_MIX, _EIGHT),
+    Format("ROCmFP2Mix fixed", ROCMFP2_MIX, MixRow(0, b"")),
+    Format("ROCmFP2Mix books", ROCMFP2_MIX, _FOUR),
+    Format("ROCmFP2 dual", ROCMFP2, "dual"),
+    Format("ROCmFP2 affine", ROCMFP2, "affine"),
+    Format("ROCmFP2 s40", ROCMFP2, "s40"),
+    Format("ROCmFP2 sign", ROCMFP2, "sign"),
+)
+"""Every type of floats, in every coding."""
+
+MULTIPLIED = (
+    *(form for form in FORMATS if matrix.books_of(form.kind.id, form.coding) is None),
+    Format("ROCmFP3Mix", ROCMFP3_MIX, _MILD_EIGHT),
+    Format("ROCmFP2Mix", ROCMFP2_MIX, _MILD_FOUR),
+)
+"""One format for every decoder: types that share one differ in their books alone."""
+
+
+def _matrix(rig: Rig, form: Format, rows: int, cols: int) -> bytes:
+    """The struct of a matrix with scales near 1."""
+    packed = rig.inputs.packed(form.kind, rows, cols, wide=False, coding=form.coding)
+    books = matrix.books_of(form.kind.id, form.coding)
+    place = 0 if books is None else rig.put(books)
+    row_bytes = matrix.row_bytes_of(form.kind.id, cols)
+    return matrix.pack_matrix(rig.put(packed), place, form.decoder, rows, cols, row_bytes)
+
+
+def _cols(form: Format, blocks: int) -> int:
+    """Columns of about so many blocks of 32: an odd number of them, where the type allows it."""
+    multiple = form.kind.row_multiple or 32
+    return -(-32 * blocks // multiple) * multiple
+
+
+def _decode(form: Format, kernel: str, value_bytes: int) -> Case:
+    def body(rig: Rig) -> None:
+        rows, cols = 41, _cols(form, 7)
+        packed = rig.inputs.packed(form.kind, rows, cols, wide=True, coding=form.coding)
+        books = matrix.books_of(form.kind.id, form.coding)
+        rig.launch(
+            matrix.decode_grid(rows, cols),
+            rig.put(packed),
+            0 if books is None else rig.put(books),
+            rig.output(value_bytes * rows * cols),
+            rows,
+            cols,
+            matrix.row_bytes_of(form.kind.id, cols),
+        )
+
+    return Case("decode.hip", kernel, body, form.label, {"DS4Q_DECODER": form.decoder})
+
+
+def _embed(form: Format) -> Case:
+    def body(rig: Rig) -> None:
+        rows, cols, streams = 9, _cols(form, 5), 3
+        ids = np.array([8, 0, 3, 8], dtype=np.int32)
+        made = rig.output(4 * len(ids) * streams * cols)
+        described = rig.put(_matrix(rig, form, rows, cols))
+        rig.launch(matrix.embed_grid(cols, len(ids)), described, rig.put(ids), made, streams)
+
+    return Case("decode.hip", "embed", body, form.label, {"DS4Q_DECODER": form.decoder})
+
+
+def _linear(form: Format) -> Case:
+    def body(rig: Rig) -> None:
+        tokens, blocks, jobs = 9, 0, b""
+        for rows, cols in ((13, _cols(form, 37)), (9, _cols(form, 3))):
+            x = rig.put(rig.inputs.values(tokens, cols + 32))
+            y = rig.output(4 * tokens * (rows + 3))
+            described = _matrix(rig, form, rows, cols)
+            jobs += matrix.pack_job(described, x, y, cols + 32, rows + 3, blocks)
+            blocks += matrix.linear_blocks(rows)
+        rig.launch((blocks, 1, 1), rig.put(jobs), 2, tokens)
+
+    return Case("linear.hip", "linear", body, form.label, {"DS4Q_DECODER": form.decoder})
+
+
+def _experts(rig: Rig, forms: Sequence[Format], width: int, d: int) -> bytes:
+    """Gate, up and down of an expert of each format."""
+    shapes = (width, d), (width, d), (d, width)
+    return b"".join(_matrix(rig, form, *shape) for form in forms for shape in shapes)
+
+
+EXPERTS, CHOSEN = 5, 3
+_IDS = np.array([[4, -1, 0], [2, 1, 2], [-1, -1, -1]], dtype=np.int32)
+_TOKENS = len(_IDS)
+_LIMIT = 10.0
+
+
+def _moe(label: str, decoder: int, forms: Sequence[Format]) -> list[Case]:
+    """The two kernels, with an expert of each format and the shared one of the first."""
+    width, d = (128, 256) if any(form.kind.row_multiple == 128 for form in forms) else (160, 288)
+    defines = {"DS4Q_GATE": decoder, "DS4Q_DOWN": decoder, "DS4Q_SHARED_EXPERT": decoder}
+
+    def given(rig: Rig) -> tuple[int, int]:
+        routed = rig.put(_experts(rig, forms, width, d))
+        return routed, rig.put(_experts(rig, forms[:1], width, d))
+
+    def gate_up(rig: Rig) -> None:
+        routed, shared = given(rig)
+        x = rig.put(rig.inputs.values(_TOKENS, d))
+        for hers in (shared, 0):
+            made = rig.output(4 * _TOKENS * (CHOSEN + 1) * width)
+            arguments = routed, hers, rig.put(_IDS), x, made, _LIMIT, CHOSEN, _TOKENS
+            rig.launch(matrix.gate_up_grid(width, CHOSEN, _TOKENS), *arguments)
+
+    def down(rig: Rig) -> None:
+        routed, shared = given(rig)
+        weights = rig.put(rig.inputs.values(_TOKENS, CHOSEN))
+        hidden = rig.put(rig.inputs.values(_TOKENS, CHOSEN + 1, width, scale=4.0))
+        for hers, parts in ((shared, True), (0, False)):
+            sums = rig.output(4 * _TOKENS * d) if parts else 0
+            made = rig.output(4 * _TOKENS * d)
+            arguments = routed, hers, rig.put(_IDS), weights, hidden, sums, made, CHOSEN, _TOKENS
+            rig.launch(matrix.down_grid(d, CHOSEN, _TOKENS), *arguments)
+
+    return [
+        Case("moe.hip", "moe_gate_up", gate_up, label, defines),
+        Case("moe.hip", "moe_down", down, label, defines),
+    ]
+
+
+def packed_cases() -> list[Case]:
+    """Every kernel that reads packed weights, with every type or decoder."""
+    made = [_decode(form, "decode_f32", 4) for form in FORMATS]
+    made += [_decode(form, "decode_f16", 2) for form in FORMATS]
+    made += [make(form) for make in (_embed, _linear) for form in MULTIPLIED]
+    for form in MULTIPLIED:
+        made += _moe(form.label, form.decoder, [form] * EXPERTS)
+    return made + _moe("any", ANY, MULTIPLIED)
