@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ds4q import __version__
 from ds4q.artifact.check import check_structure, own_metadata
@@ -38,12 +38,16 @@ from ds4q.quantize.recipe import Recipe, find_recipe
 
 if TYPE_CHECKING:
     from ds4q.runtime.calibrate import Calibration
+    from ds4q.runtime.device.decode_check import DeviceDecoding
     from ds4q.runtime.gates import Gate
 
 Advance = Callable[[int], None]
 Progress = Callable[..., AbstractContextManager[Advance]]
 """Called with a label, a total and ``unit="tokens"`` or the like where that is not bytes; yields a
 function that hears of so many more done."""
+
+Where = Literal["cpu", "hip"]
+"""What computes: this machine's processor, or the device that HIP finds."""
 
 NO_RECEIPT = "no receipt: digests not checked"
 
@@ -188,12 +192,13 @@ def verify(
     receipt: str | os.PathLike[str] | None = None,
     imatrix: str | os.PathLike[str] | None = None,
     errors_only: bool = False,
+    device: Where = "cpu",
     gates: Sequence[Gate] = (),
     threads: int = 1,
     progress: Progress = silent,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Verification:
-    """Check an artifact: structure, inventory, legal bytes, receipt, source, and what gates ask.
+    """Check an artifact: structure, inventory, legal bytes, receipt, device, source, gates.
 
     Parameters
     ----------
@@ -201,6 +206,7 @@ def verify(
     receipt : receipt file; else the one that belongs to the artifact by name or by content
     imatrix : the importance matrix that the artifact was made with
     errors_only : of lossy types measure the errors alone: no second encoding, no fit of books
+    device : "hip" has the device decode every weight, too, and compares bits with the CPU codecs
     gates : ``Divergence(...)``, ``Fidelity(...)`` of ``ds4q.runtime.gates``; they run the model,
         and only where the structure is sound
     tell : called with lines for people, such as how much disk a gate is about to take
@@ -225,7 +231,7 @@ def verify(
         with report.check("inventory") as inventory:
             check_inventory(reader, inventory)
         if structure.ok:
-            ground = _Ground(source, receipt, imatrix, errors_only)
+            ground = _Ground(source, receipt, imatrix, errors_only, device)
             _verify_payload(report, reader, ground, threads, progress)
             if declares_hash(reader):
                 with report.check("quantization-hash") as check:
@@ -265,6 +271,7 @@ class _Ground:
     receipt: str | os.PathLike[str] | None
     imatrix: str | os.PathLike[str] | None
     errors_only: bool
+    device: Where
 
 
 def _verify_payload(
@@ -283,6 +290,9 @@ def _verify_payload(
         visitors.append(digests)
     elif report.checks[-1] is payload:
         payload.notes.append(NO_RECEIPT)
+    decoding = _device_decoding(report, codings) if ground.device == "hip" else None
+    if decoding is not None:
+        visitors.append(decoding)
     checkpoint: Checkpoint | None = None
     comparison: SourceComparison | None = None
     begin = time.perf_counter()
@@ -304,10 +314,14 @@ def _verify_payload(
         if checkpoint is not None:
             checkpoint.check_unchanged()
     except Ds4qError as error:  # cut short or replaced while it was read
-        comparing = isinstance(error, SourceError)  # then its visitor is the last
-        (visitors[-1].check if comparing else payload).fail_with(error)
+        blamed = payload
+        if comparison is not None and isinstance(error, SourceError):
+            blamed = comparison.check
+        blamed.fail_with(error)
         return
     finally:
+        if decoding is not None:
+            decoding.close()
         for visitor in visitors:
             visitor.check.seconds += time.perf_counter() - begin
         if checkpoint is not None:
@@ -318,6 +332,18 @@ def _verify_payload(
         report.errors = comparison.errors
     if digests is not None and sha256 is not None:
         digests.compare_sha256(sha256)
+
+
+def _device_decoding(report: Report, codings: Codings) -> DeviceDecoding | None:
+    """The device's check, or None where no device can be opened, which fails it."""
+    from ds4q.hipkern.driver import Device  # the way to the device, for this alone
+    from ds4q.hipkern.kernels import Kernels
+    from ds4q.runtime.device.decode_check import DeviceDecoding
+
+    with report.check("device") as check:
+        device = Device.open()
+        return DeviceDecoding(check, codings, device, Kernels(device))
+    return None
 
 
 def _comparison(

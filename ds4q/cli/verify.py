@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -43,6 +43,13 @@ if TYPE_CHECKING:
     is_flag=True,
     help="With --source: measure what re-encoded experts lost, without encoding them again.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "hip"]),
+    default="cpu",
+    show_default=True,
+    help="hip: also decode every weight on the device and compare the bits with the CPU's.",
+)
 @gate_options
 @click.option(
     "--junit",
@@ -60,6 +67,7 @@ def command(
     receipt: Path | None,
     imatrix: Path | None,
     errors_only: bool,
+    device: Literal["cpu", "hip"],
     gates: list[Gate],
     junit: Path | None,
     html: Path | None,
@@ -93,6 +101,7 @@ def command(
         receipt=receipt,
         imatrix=imatrix,
         errors_only=errors_only,
+        device=device,
         gates=gates,
         threads=threads,
         progress=partial(common.progress, quiet=quiet),
