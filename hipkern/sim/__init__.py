@@ -6,6 +6,7 @@ tests and ``DS4Q_HIP=sim``, and say nothing about the speed of AMD hardware.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -58,17 +59,13 @@ def build(cache_dir: Path, compiler: str | None = None, flags: Sequence[str] = (
     if (home / "lib").is_dir():
         return home
     cache_dir.mkdir(parents=True, exist_ok=True)
-    # Another process may build the same: each works apart, and the first to rename wins.
-    work = Path(tempfile.mkdtemp(prefix="sim-", suffix=".part", dir=cache_dir))
-    try:
-        _compile(command, march, flags, work)
-        try:
-            work.rename(home)
-        except OSError:
-            if not (home / "lib").is_dir():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with open(f"{home}.lock", "wb") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # who comes second finds what the first has built
+        if not (home / "lib").is_dir():
+            with tempfile.TemporaryDirectory(prefix="sim-", suffix=".part", dir=cache_dir) as work:
+                _compile(command, march, flags, Path(work))
+                home.mkdir(exist_ok=True)
+                (Path(work) / "lib").rename(home / "lib")
     return home
 
 
@@ -122,9 +119,6 @@ def _compile(command: list[str], march: list[str], flags: Sequence[str], work: P
         lines.append([*command, "-shared", "-pthread", *flags, *objects, "-ldl"])
         lines[-1] += ["-o", str(work / "lib" / library)]
     _run_all(lines)
-    for unit in UNITS:
-        (work / f"unit-{unit}.cpp").unlink()
-        (work / f"unit-{unit}.o").unlink()
 
 
 def _run_all(lines: Sequence[list[str]]) -> None:
