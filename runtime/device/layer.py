@@ -17,10 +17,10 @@ from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.block import StepBlock
 from ds4q.runtime.device.linear import Job, linear, linear_groups
 from ds4q.runtime.device.model import HyperWeights, LayerWeights
-from ds4q.runtime.device.scratch import Scratch, chunks_of
+from ds4q.runtime.device.scratch import KEYS, Scratch, chunks_of
 from ds4q.runtime.device.weights import DeviceSource, Matrix
 
-SCORE_BLOCKS = 128
+SCORE_BLOCKS = 128  # at most: blocks stride over chunks of keys
 ATTEND_BLOCKS = 40  # as many as there are chunks in a full Flash layer of ratio 4
 
 
@@ -255,7 +255,7 @@ class LayerProgram:
             yield Launch(
                 "index.hip",
                 "index_scores",
-                (SCORE_BLOCKS, count, 1),
+                (min(SCORE_BLOCKS, -(-stride // KEYS)), count, 1),
                 (
                     s.index_query.address + 4 * at * heads * width,
                     s.index_weights.address + 4 * at * heads,

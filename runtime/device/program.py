@@ -14,7 +14,7 @@ from ds4q.runtime.device.block import StepBlock
 from ds4q.runtime.device.layer import LayerProgram
 from ds4q.runtime.device.linear import Job, linear, linear_groups
 from ds4q.runtime.device.model import ModelWeights
-from ds4q.runtime.device.scratch import ARGMAX_PARTS, Scratch
+from ds4q.runtime.device.scratch import ARGMAX_IDS, ARGMAX_PARTS, Scratch
 from ds4q.runtime.device.weights import DeviceSource
 
 
@@ -127,11 +127,9 @@ class Program:
 
     def argmax(self) -> Iterator[Launch]:
         """The id of the largest of the first logits held."""
-        s = self._scratch
+        s, vocab = self._scratch, self._config.vocab_size
+        parts = min(ARGMAX_PARTS, -(-vocab // ARGMAX_IDS))
         yield Launch(
-            "head.hip",
-            "argmax_parts",
-            (ARGMAX_PARTS, 1, 1),
-            (s.logits.address, s.parts.address, self._config.vocab_size),
+            "head.hip", "argmax_parts", (parts, 1, 1), (s.logits.address, s.parts.address, vocab)
         )
-        yield Launch("head.hip", "argmax", (1, 1, 1), (s.parts.address, s.id.address, ARGMAX_PARTS))
+        yield Launch("head.hip", "argmax", (1, 1, 1), (s.parts.address, s.id.address, parts))

@@ -8,7 +8,8 @@ from ds4q.runtime.device.layout import Layout
 HEAD_TOKENS = 16  # whose logits are held at a time
 KEYS = 16  # of a chunk of attention
 MIX_COLUMNS = 32  # of a slice of a hyper-connection
-ARGMAX_PARTS = 128
+ARGMAX_PARTS = 128  # at most
+ARGMAX_IDS = 1024  # that are worth a part of their own
 HELD_BYTES = 128 << 20  # of partial results of attention, and of scores, in a batch
 
 
