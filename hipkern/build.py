@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ds4q.hipkern.errors import HipLibraryError, KernelBuildError
+from ds4q.hipkern.errors import HipError, HipLibraryError, KernelBuildError
 from ds4q.hipkern.library import Library, cache_folder
 from ds4q.hipkern.source import Source
 
@@ -78,14 +78,22 @@ def write_entry(path: Path, code: bytes) -> None:
 
 
 def _publish(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise HipError(
+                f"what was compiled cannot be kept: {error.strerror}",
+                path=path.parent,
+                remedy="set DS4Q_HOME to a folder that can be written",
+            ) from None
         raise
 
 
