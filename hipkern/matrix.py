@@ -124,6 +124,11 @@ def linear_blocks(rows: int) -> int:
     return -(-rows // LINEAR_ROWS)
 
 
+def linear_kernel(tokens: int) -> str:
+    """The kernel of ``linear.hip`` for so many tokens; both give the same bits."""
+    return "linear"
+
+
 def gate_up_grid(width: int, k: int, tokens: int) -> tuple[int, int, int]:
     """Grid of ``moe_gate_up``: ``width`` rows of ``k`` routed experts and of the shared one."""
     return -(-width // MOE_ROWS), k + 1, tokens

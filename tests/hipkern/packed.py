@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from ds4q.artifact.formats import Coding, MixRow, codec_for
 from ds4q.artifact.formats.hfp4g32 import row_header
@@ -156,6 +157,15 @@ class Rig:
     def table(self, structs: Sequence[bytes]) -> int:
         """Address of structs, one after the other."""
         return self.put(np.frombuffer(b"".join(structs), np.uint8))
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    """The simulated device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS4Q_HIP", "sim")
+        with Device.open() as device:
+            yield Rig(device)
 
 
 def bound(steps: int, magnitude: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
