@@ -50,7 +50,7 @@ def build(cache_dir: Path, compiler: str | None = None, flags: Sequence[str] = (
     HipLibraryError : no compiler, or it failed
     """
     command = compiler_command(compiler)
-    march = _march()
+    march = _march("ziglang" in command)
     sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp"), KERNELS / "ds4q_dev.h"])
     key = hashlib.sha256(repr((command, march, UNITS, FLAGS, tuple(flags))).encode())
     for source in sources:
@@ -88,21 +88,27 @@ def compiler_command(compiler: str | None = None) -> list[str]:
     return [name]
 
 
-def _march() -> list[str]:
-    """Modules decode f16 in hardware where the CPU can; the bits are the same either way."""
+def _march(zig: bool) -> list[str]:
+    """What modules may use of the processor, f16 in hardware above all; bits do not depend on it.
+
+    Modules are kept by their source and must run on the machine that made them, no other.
+    """
     if os.uname().machine != "x86_64":
         return []
     try:
         with open("/proc/cpuinfo") as lines:
             known = next(set(line.split()) for line in lines if line.startswith("flags"))
     except (OSError, StopIteration):
-        return []
-    return ["-march=x86-64-v3"] if known >= FAST_CPU else []
+        known = set()
+    name = "x86-64-v3" if known >= FAST_CPU else "x86-64"
+    return [f"-mcpu={name.replace('-', '_')}"] if zig else [f"-march={name}"]
 
 
 def _compile(command: list[str], march: list[str], flags: Sequence[str], work: Path) -> None:
     (work / "lib").mkdir()
-    words = "\\n".join(command), "\\n".join(march)
+    # Modules use no standard library, and zig would first build its own for "c++".
+    modules = ["cc" if word == "c++" else word for word in command]
+    words = "\\n".join(modules), "\\n".join(march)
     shared = [*FLAGS, "-DDS4Q_SIM", f"-I{HERE}", f"-I{KERNELS}"]
     shared += [f'-DDS4Q_SIM_CXX="{words[0]}"', f'-DDS4Q_SIM_MARCH="{words[1]}"', *flags]
     lines = []
