@@ -128,7 +128,7 @@ def test_without_y_the_streams_stay(rig: Rig) -> None:
     check_within(partial, want, 9 * U * magnitude)
 
 
-def _gates(partial: F64, scale: F64, base: F64, n: int, d: int, slices: int) -> tuple[F64, F64]:
+def _gates(partial: F64, scale: F64, base: F32, n: int, d: int, slices: int) -> tuple[F64, F64]:
     """Arguments of sigmoids and softmax [T, rows], and the bound of their error."""
     sums, factor = partial.sum(axis=-1), 1 / np.sqrt(partial[:, -1].sum(-1) / (n * d) + NORM_EPS)
     spread = np.repeat(scale, [n, n, n * n]) if len(scale) == 3 else np.repeat(scale, n)
