@@ -82,12 +82,12 @@ class DeviceDecoding:
         self._lanes: list[_Lane] = []
         self._local = threading.local()
         self._begin = time.perf_counter()
-        self._sums = dict.fromkeys(("tensors", "weights", "bytes", "no_weights"), 0)
+        self._sums = dict.fromkeys(("tensors", "weights", "bytes", "without_weights"), 0)
         self._lost = False
 
     def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
         if TYPES[entry.type_id] in NO_WEIGHTS:
-            self.count(no_weights=1)
+            self.count(without_weights=1)
             return None
         return None if self._lost else _Decoded(self, entry, k)
 
