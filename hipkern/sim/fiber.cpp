@@ -30,7 +30,7 @@ struct alignas(64) Lane : ds4q_sim_lane {  // one cache line, then what is seldo
   void* resume;                            // null before its first step
   char* stack;
   Group* group;
-  uint8_t place;  // in the order of turns
+  uint8_t place;  // in its group
   Meeting waits;
   bool ended;
   uint32_t shared_index;            // how many shared objects it has declared
@@ -39,7 +39,7 @@ struct alignas(64) Lane : ds4q_sim_lane {  // one cache line, then what is seldo
 };
 
 struct Group {
-  Lane* lanes;  // in the order of turns
+  Lane* lanes;
   uint32_t n, place;
   uint32_t all, runnable;  // bits by place
   uint32_t arrived;        // at the shuffle, sum or group barrier
@@ -73,6 +73,7 @@ class Runner {  // one per OS thread
   void wake(Group& group);
   uint32_t* exchange(Lane& lane, uint32_t value);
   Lane* next_lane();
+  Lane* random_lane();
   void go_on();
   void end_lane(Lane& lane);
   void tell_divergence();
@@ -85,7 +86,8 @@ class Runner {  // one per OS thread
   void* home_ = nullptr;  // the OS thread's own context
   Stacks stacks_;
   std::vector<Lane> lanes_;
-  Group groups_[kMostThreads / DS4Q_LANES];  // in the order of turns
+  Group groups_[kMostThreads / DS4Q_LANES];
+  uint64_t random_ = 0;  // 0: lanes take turns in their order
   uint32_t n_groups_ = 0, runnable_groups_ = 0;  // bits by place
   uint32_t at_barrier_ = 0, ended_ = 0;
   std::vector<SharedObject> objects_;
@@ -96,14 +98,6 @@ class Runner {  // one per OS thread
 // Fibers never change their OS thread, so the address of a thread-local does not move under them.
 __attribute__((visibility("hidden"), tls_model("initial-exec"))) thread_local Runner* self = nullptr;
 
-void order(uint8_t* at, uint32_t n, uint64_t seed) {  // natural for seed 0
-  for (uint32_t i = 0; i < n; i++) at[i] = static_cast<uint8_t>(i);
-  for (uint32_t i = n; seed && i > 1; i--) {
-    seed = mix(seed);
-    std::swap(at[i - 1], at[seed % i]);
-  }
-}
-
 uint32_t low_bits(uint32_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 
 void Runner::set_up(Launch& launch, uint64_t index) {
@@ -113,21 +107,18 @@ void Runner::set_up(Launch& launch, uint64_t index) {
   uint64_t rest = index / launch.blocks[0];
   uint32_t y = static_cast<uint32_t>(rest % launch.blocks[1]);
   uint32_t z = static_cast<uint32_t>(rest / launch.blocks[1]);
-  uint64_t seed = launch.lane_seed ? mix(launch.lane_seed ^ mix(index + 1)) | 1 : 0;
+  random_ = launch.lane_seed ? mix(launch.lane_seed ^ mix(index + 1)) | 1 : 0;
   n_groups_ = (launch.threads + DS4Q_LANES - 1) / DS4Q_LANES;
-  uint8_t group_at[kMostThreads / DS4Q_LANES], lane_at[DS4Q_LANES];
-  order(group_at, n_groups_, seed);
   Lane* lane = lanes_.data();
   for (uint32_t g = 0; g < n_groups_; g++) {
     Group& group = groups_[g];
-    uint32_t first = group_at[g] * DS4Q_LANES;
+    uint32_t first = g * DS4Q_LANES;
     group.lanes = lane, group.place = g;
     group.n = std::min<uint32_t>(launch.threads - first, DS4Q_LANES);
     group.all = group.runnable = low_bits(group.n);
     group.arrived = group.turn = 0, group.meeting = kNone;
-    order(lane_at, group.n, seed ? mix(seed + g) | 1 : 0);
     for (uint32_t i = 0; i < group.n; i++, lane++) {
-      lane->thread = first + lane_at[i], lane->threads = launch.threads;
+      lane->thread = first + i, lane->threads = launch.threads;
       lane->block[0] = x, lane->block[1] = y, lane->block[2] = z;
       for (int k = 0; k < 3; k++) lane->blocks[k] = launch.blocks[k];
       lane->resume = nullptr, lane->stack = nullptr;
@@ -146,6 +137,7 @@ void Runner::set_up(Launch& launch, uint64_t index) {
 void Runner::run(Launch& launch, uint64_t index) {
   set_up(launch, index);
   current_ = lanes_.data();
+  if (random_) current_ = random_lane();
   current_->stack = stacks_.take();
   void* start = fresh_context(current_->stack, stacks_.usable(current_->stack), lane_main);
   switch_context(&home_, start);
@@ -202,8 +194,16 @@ uint32_t first_after(uint32_t bits, uint32_t place) {  // the next set bit, cycl
   return static_cast<uint32_t>(__builtin_ctz(later ? later : bits));
 }
 
+Lane* Runner::random_lane() {  // any that can run, so that groups overtake each other too
+  if (!runnable_groups_) return nullptr;
+  random_ = mix(random_) | 1;
+  const Group& group = groups_[first_after(runnable_groups_, static_cast<uint32_t>(random_ >> 8) % n_groups_)];
+  return group.lanes + first_after(group.runnable, static_cast<uint32_t>(random_ >> 40) % group.n);
+}
+
 Lane* Runner::next_lane() {  // of the same group while one can run: its data is in the cache
   const Group* group = current_->group;
+  if (random_) return random_lane();
   if (group->runnable) return group->lanes + first_after(group->runnable, current_->place);
   if (!runnable_groups_) return nullptr;
   group = &groups_[first_after(runnable_groups_, group->place)];
