@@ -198,9 +198,13 @@ def test_queries_and_window_rows(rig: Rig) -> None:
     np.testing.assert_allclose(left.window, ring[20 - REACH : 20], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("ratio", "tokens", "width"), [(4, 23, D), (128, 300, D), (4, 9, 516)])
-def test_entries(rig: Rig, ratio: int, tokens: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("ratio", "tokens", "width", "gain"),
+    [(4, 23, D, 1), (4, 23, D, 100), (128, 300, D, 1), (4, 9, 516, 1)],
+)
+def test_entries(rig: Rig, ratio: int, tokens: int, width: int, gain: float) -> None:
     inputs = Inputs.of(ratio, tokens, width)
+    inputs.rows["gates"] *= np.float32(gain)  # 100: far beyond what exp takes
     left = _feed(rig, inputs, [tokens])
     count = tokens // ratio
     target, bound = _entries(inputs, index=False)

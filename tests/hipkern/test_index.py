@@ -64,12 +64,14 @@ def _scores(rig: Rig, case: Case, blocks: int = 3, offset: int = 0, spare: int =
 
 def _select(rig: Rig, scores: F32, first: int, topk: int, offset: int = 0) -> I32:
     tokens, stride = scores.shape
-    chosen = rig.room(tokens, topk)
+    chosen = rig.room(tokens + 1, topk)
     rig.run(
         "index.hip", "index_select", (1, tokens, 1),
         rig.put(scores), rig.step(first - offset, tokens), chosen, RATIO, topk, stride, offset,
     )  # fmt: skip
-    return rig.get(chosen, tokens, topk, dtype=np.int32)
+    found = rig.get(chosen, tokens + 1, topk, dtype=np.int32)
+    assert (found[tokens:] == -1).all()  # as it was filled: nothing is written past the last
+    return found[:tokens]
 
 
 def _best(scores: F32, first: int, topk: int) -> I32:
@@ -156,11 +158,12 @@ def test_the_best_are_chosen(rig: Rig, first: int, tokens: int, topk: int) -> No
 
 def test_ties_go_to_the_lower_index(rig: Rig) -> None:
     rng = np.random.default_rng(4)
-    scores = rng.integers(-2, 3, size=(5, 300)).astype(np.float32)
+    scores = rng.integers(-2, 3, size=(6, 300)).astype(np.float32)
     scores[1] = 0.25
     scores[2] = np.where(np.arange(300) % 2, 0.0, -0.0)  # equal
     scores[3, :250] = np.inf
     scores[4] = np.where(np.arange(300) < 290, -np.inf, np.inf)
+    scores[5] = np.where(np.arange(300) % 5, -np.inf, np.inf)  # the whole range of keys
     found = _select(rig, scores, 1190, 40)
     np.testing.assert_array_equal(found, _best(scores, 1190, 40))
     assert found[1].tolist() == found[2].tolist() == list(range(40))
