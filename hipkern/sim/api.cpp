@@ -171,17 +171,15 @@ DS4Q_EXPORT hipError_t hipDeviceGetAttribute(int* value, int attribute, int devi
   return call("hipDeviceGetAttribute", [&](Hold&) {
     if (!value) return hipErrorInvalidValue;
     if (device != 0) return hipErrorInvalidDevice;
-    const std::map<int, int> known = {
-        {16, 1},  // integrated
-        {56, static_cast<int>(kMostThreads)},
-        {63, static_cast<int>(settings.threads)},  // multiprocessors
-        {74, static_cast<int>(kSharedBytes)},
-        {76, static_cast<int>(kSharedBytes)},
-        {87, DS4Q_LANES},
-    };
-    auto found = known.find(attribute);
-    if (found == known.end()) return hipErrorInvalidValue;
-    *value = found->second;
+    switch (attribute) {
+      case 16: *value = 1; break;  // integrated
+      case 56: *value = kMostThreads; break;
+      case 63: *value = static_cast<int>(settings.threads); break;  // multiprocessors
+      case 74:
+      case 76: *value = kSharedBytes; break;
+      case 87: *value = DS4Q_LANES; break;
+      default: return hipErrorInvalidValue;
+    }
     return hipSuccess;
   });
 }

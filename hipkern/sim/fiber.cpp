@@ -87,7 +87,7 @@ class Runner {  // one per OS thread
   Stacks stacks_;
   std::vector<Lane> lanes_;
   Group groups_[kMostThreads / DS4Q_LANES];
-  uint64_t random_ = 0;  // 0: lanes take turns in their order
+  uint64_t random_ = 0;  // who runs next, where the launch has a seed
   uint32_t n_groups_ = 0, runnable_groups_ = 0;  // bits by place
   uint32_t at_barrier_ = 0, ended_ = 0;
   std::vector<SharedObject> objects_;
@@ -107,7 +107,7 @@ void Runner::set_up(Launch& launch, uint64_t index) {
   uint64_t rest = index / launch.blocks[0];
   uint32_t y = static_cast<uint32_t>(rest % launch.blocks[1]);
   uint32_t z = static_cast<uint32_t>(rest / launch.blocks[1]);
-  random_ = launch.lane_seed ? mix(launch.lane_seed ^ mix(index + 1)) | 1 : 0;
+  random_ = mix(launch.lane_seed ^ mix(index + 1));
   n_groups_ = (launch.threads + DS4Q_LANES - 1) / DS4Q_LANES;
   Lane* lane = lanes_.data();
   for (uint32_t g = 0; g < n_groups_; g++) {
@@ -137,7 +137,7 @@ void Runner::set_up(Launch& launch, uint64_t index) {
 void Runner::run(Launch& launch, uint64_t index) {
   set_up(launch, index);
   current_ = lanes_.data();
-  if (random_) current_ = random_lane();
+  if (launch.lane_seed) current_ = random_lane();
   current_->stack = stacks_.take();
   void* start = fresh_context(current_->stack, stacks_.usable(current_->stack), lane_main);
   switch_context(&home_, start);
@@ -196,14 +196,15 @@ uint32_t first_after(uint32_t bits, uint32_t place) {  // the next set bit, cycl
 
 Lane* Runner::random_lane() {  // any that can run, so that groups overtake each other too
   if (!runnable_groups_) return nullptr;
-  random_ = mix(random_) | 1;
-  const Group& group = groups_[first_after(runnable_groups_, static_cast<uint32_t>(random_ >> 8) % n_groups_)];
-  return group.lanes + first_after(group.runnable, static_cast<uint32_t>(random_ >> 40) % group.n);
+  random_ = mix(random_);
+  uint32_t low = static_cast<uint32_t>(random_), high = static_cast<uint32_t>(random_ >> 32);
+  const Group& group = groups_[first_after(runnable_groups_, low % n_groups_)];
+  return group.lanes + first_after(group.runnable, high % group.n);
 }
 
 Lane* Runner::next_lane() {  // of the same group while one can run: its data is in the cache
   const Group* group = current_->group;
-  if (random_) return random_lane();
+  if (launch_->lane_seed) return random_lane();
   if (group->runnable) return group->lanes + first_after(group->runnable, current_->place);
   if (!runnable_groups_) return nullptr;
   group = &groups_[first_after(runnable_groups_, group->place)];

@@ -14,7 +14,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -40,7 +39,7 @@ enum hiprtcResult : int {
 struct Program {
   std::string source, name, log, code;
   std::vector<std::pair<std::string, std::string>> headers;  // name, text
-  std::map<std::string, std::string> expressions;            // name, lowered name
+  std::vector<std::pair<std::string, std::string>> expressions;  // name, lowered name
   bool compiled = false;
 };
 
@@ -244,17 +243,19 @@ DS4Q_EXPORT hiprtcResult hiprtcGetCode(Program* program, char* code) {
 DS4Q_EXPORT hiprtcResult hiprtcAddNameExpression(Program* program, const char* expression) {
   if (!program || !expression || !*expression) return HIPRTC_ERROR_INVALID_INPUT;
   if (program->compiled) return HIPRTC_ERROR_NO_NAME_EXPRESSIONS_AFTER_COMPILATION;
-  program->expressions[expression] = "";
+  program->expressions.push_back({expression, ""});
   return HIPRTC_SUCCESS;
 }
 DS4Q_EXPORT hiprtcResult hiprtcGetLoweredName(Program* program, const char* expression,
                                               const char** name) {
   if (!program || !expression || !name) return HIPRTC_ERROR_INVALID_INPUT;
   if (!program->compiled) return HIPRTC_ERROR_NO_LOWERED_NAMES_BEFORE_COMPILATION;
-  auto found = program->expressions.find(expression);
-  if (found == program->expressions.end()) return HIPRTC_ERROR_NAME_EXPRESSION_NOT_VALID;
-  *name = found->second.c_str();
-  return HIPRTC_SUCCESS;
+  for (auto& one : program->expressions) {
+    if (one.first != expression) continue;
+    *name = one.second.c_str();
+    return HIPRTC_SUCCESS;
+  }
+  return HIPRTC_ERROR_NAME_EXPRESSION_NOT_VALID;
 }
 DS4Q_EXPORT hiprtcResult hiprtcDestroyProgram(Program** program) {
   if (!program || !*program) return HIPRTC_ERROR_INVALID_INPUT;
@@ -263,18 +264,19 @@ DS4Q_EXPORT hiprtcResult hiprtcDestroyProgram(Program** program) {
   return HIPRTC_SUCCESS;
 }
 DS4Q_EXPORT const char* hiprtcGetErrorString(hiprtcResult result) {
-  static const std::map<int, const char*> texts = {
-      {0, "HIPRTC_SUCCESS"},
-      {2, "HIPRTC_ERROR_PROGRAM_CREATION_FAILURE"},
-      {3, "HIPRTC_ERROR_INVALID_INPUT"},
-      {4, "HIPRTC_ERROR_INVALID_PROGRAM"},
-      {5, "HIPRTC_ERROR_INVALID_OPTION"},
-      {6, "HIPRTC_ERROR_COMPILATION"},
-      {8, "HIPRTC_ERROR_NO_NAME_EXPRESSIONS_AFTER_COMPILATION"},
-      {9, "HIPRTC_ERROR_NO_LOWERED_NAMES_BEFORE_COMPILATION"},
-      {10, "HIPRTC_ERROR_NAME_EXPRESSION_NOT_VALID"},
-      {11, "HIPRTC_ERROR_INTERNAL_ERROR"},
-  };
-  auto found = texts.find(result);
-  return found == texts.end() ? "HIPRTC_ERROR_UNKNOWN" : found->second;
+  switch (result) {
+    case HIPRTC_SUCCESS: return "HIPRTC_SUCCESS";
+    case HIPRTC_ERROR_PROGRAM_CREATION_FAILURE: return "HIPRTC_ERROR_PROGRAM_CREATION_FAILURE";
+    case HIPRTC_ERROR_INVALID_INPUT: return "HIPRTC_ERROR_INVALID_INPUT";
+    case HIPRTC_ERROR_INVALID_PROGRAM: return "HIPRTC_ERROR_INVALID_PROGRAM";
+    case HIPRTC_ERROR_INVALID_OPTION: return "HIPRTC_ERROR_INVALID_OPTION";
+    case HIPRTC_ERROR_COMPILATION: return "HIPRTC_ERROR_COMPILATION";
+    case HIPRTC_ERROR_NO_NAME_EXPRESSIONS_AFTER_COMPILATION:
+      return "HIPRTC_ERROR_NO_NAME_EXPRESSIONS_AFTER_COMPILATION";
+    case HIPRTC_ERROR_NO_LOWERED_NAMES_BEFORE_COMPILATION:
+      return "HIPRTC_ERROR_NO_LOWERED_NAMES_BEFORE_COMPILATION";
+    case HIPRTC_ERROR_NAME_EXPRESSION_NOT_VALID: return "HIPRTC_ERROR_NAME_EXPRESSION_NOT_VALID";
+    case HIPRTC_ERROR_INTERNAL_ERROR: return "HIPRTC_ERROR_INTERNAL_ERROR";
+  }
+  return "HIPRTC_ERROR_UNKNOWN";
 }

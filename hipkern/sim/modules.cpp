@@ -27,15 +27,16 @@ struct Module {
 struct Function {
   const ds4q_sim_kernel* kernel;
 };
-struct Loaded {
+struct Loaded {  // an image by its hash and length
+  uint64_t hash;
+  size_t bytes;
   void* library;
   const ds4q_sim_kernel* kernels;
 };
 
 Handles<Module>& modules = *new Handles<Module>;
 Handles<Function>& functions = *new Handles<Function>;
-std::map<std::pair<uint64_t, size_t>, Loaded>& loaded =
-    *new std::map<std::pair<uint64_t, size_t>, Loaded>;
+std::vector<Loaded>& loaded = *new std::vector<Loaded>;
 
 constexpr int kMachineAmdGpu = 224;
 constexpr char kBundle[] = "__CLANG_OFFLOAD_BUNDLE__";
@@ -76,7 +77,7 @@ bool write_all(int file, const char* from, size_t bytes) {
   return true;
 }
 
-hipError_t map_image(const char* image, size_t bytes, Loaded* out) {
+hipError_t map_image(const char* image, size_t bytes, Loaded* one) {
   const char* folder = std::getenv("TMPDIR");
   // A fresh name each time: the loader answers a name that it knows with what it has.
   std::string path = std::string(folder && *folder ? folder : "/tmp") + "/ds4q-sim-XXXXXX.so";
@@ -91,7 +92,8 @@ hipError_t map_image(const char* image, size_t bytes, Loaded* out) {
   using Bind = ds4q_sim_kernel* (*)(const ds4q_sim_calls*);
   Bind bind = reinterpret_cast<Bind>(dlsym(library, "ds4q_sim_bind"));
   if (!bind) return hipErrorNoBinaryForGpu;  // a library, but none that ds4q_dev.h was in
-  *out = {library, bind(&services())};
+  one->library = library;
+  one->kernels = bind(&services());
   return hipSuccess;
 }
 
@@ -99,13 +101,16 @@ hipError_t load(void** out, const char* image) {
   if (!out) return hipErrorInvalidValue;
   size_t bytes = 0;
   if (hipError_t code = check_image(image, &bytes)) return code;
-  uint64_t hash = 14695981039346656037u;
+  Loaded one{14695981039346656037u, bytes, nullptr, nullptr};
   for (size_t i = 0; i < bytes; i++) {
-    hash = (hash ^ static_cast<unsigned char>(image[i])) * 1099511628211u;
+    one.hash = (one.hash ^ static_cast<unsigned char>(image[i])) * 1099511628211u;
   }
-  Loaded& one = loaded[{hash, bytes}];
+  for (const Loaded& known : loaded) {
+    if (known.hash == one.hash && known.bytes == bytes) one = known;
+  }
   if (!one.library) {
     if (hipError_t code = map_image(image, bytes, &one)) return code;
+    loaded.push_back(one);
   }
   auto module = new Module{one.library, {}};
   for (const ds4q_sim_kernel* kernel = one.kernels; kernel; kernel = kernel->next) {

@@ -2,6 +2,7 @@
 // waits of the host. Knows no HIP names.
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "fiber.h"
 #include "runtime.h"

@@ -26,15 +26,22 @@ std::vector<Fault>& faults = *new std::vector<Fault>;
 int64_t calls_until_lost = 0;  // 0: never; 1: lost at the next call; -1: lost
 thread_local hipError_t last_error = hipSuccess;
 
+struct Named {
+  const char* name;
+  int64_t Settings::*member;
+};
+constexpr Named kSettings[] = {
+    {"devices", &Settings::devices},       {"memory_bytes", &Settings::memory_bytes},
+    {"threads", &Settings::threads},       {"lane_seed", &Settings::lane_seed},
+    {"delay_us", &Settings::delay_us},     {"delay_seed", &Settings::delay_seed},
+    {"lost_after", &Settings::lost_after}, {"lost_code", &Settings::lost_code},
+};
+
 int64_t Settings::*setting_named(const char* name) {
-  static const std::map<std::string, int64_t Settings::*> names = {
-      {"devices", &Settings::devices},       {"memory_bytes", &Settings::memory_bytes},
-      {"threads", &Settings::threads},       {"lane_seed", &Settings::lane_seed},
-      {"delay_us", &Settings::delay_us},     {"delay_seed", &Settings::delay_seed},
-      {"lost_after", &Settings::lost_after}, {"lost_code", &Settings::lost_code},
-  };
-  auto found = names.find(name);
-  return found == names.end() ? nullptr : found->second;
+  for (const Named& one : kSettings) {
+    if (std::strcmp(one.name, name) == 0) return one.member;
+  }
+  return nullptr;
 }
 
 bool parse_number(const std::string& text, int64_t* value) {
@@ -84,35 +91,42 @@ void set_defaults() {
   settings.memory_bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE) / 2;
 }
 
-int64_t query(const std::string& name) {
-  if (int64_t Settings::*member = setting_named(name.c_str())) return settings.*member;
-  const std::map<std::string, std::function<int64_t()>> names = {
-      {"calls", [] { return counts.calls; }},
-      {"launches", [] { return counts.launches; }},
-      {"graph_launches", [] { return counts.graph_launches; }},
-      {"copies", [] { return counts.copies; }},
-      {"pageable_copies", [] { return counts.pageable_copies; }},
-      {"overruns", [] { return counts.overruns; }},
-      {"failed_launches", [] { return counts.failed_launches; }},
-      {"live_bytes", live_bytes},
-      {"live_allocations", [] { return live_allocations(false); }},
-      {"live_pinned", [] { return live_allocations(true); }},
-      {"live_streams", [] { return static_cast<int64_t>(streams.alive.size()); }},
-      {"live_events", [] { return static_cast<int64_t>(events.alive.size()); }},
-      {"live_graphs", live_graphs},
-      {"live_graph_execs", live_graph_execs},
-      {"live_modules", live_modules},
-  };
-  auto found = names.find(name);
-  return found == names.end() ? -1 : found->second();
+struct Count {
+  const char* name;
+  int64_t (*value)();
+};
+constexpr Count kCounts[] = {
+    {"calls", [] { return counts.calls; }},
+    {"launches", [] { return counts.launches; }},
+    {"graph_launches", [] { return counts.graph_launches; }},
+    {"copies", [] { return counts.copies; }},
+    {"pageable_copies", [] { return counts.pageable_copies; }},
+    {"overruns", [] { return counts.overruns; }},
+    {"failed_launches", [] { return counts.failed_launches; }},
+    {"live_bytes", live_bytes},
+    {"live_allocations", [] { return live_allocations(false); }},
+    {"live_pinned", [] { return live_allocations(true); }},
+    {"live_streams", [] { return static_cast<int64_t>(streams.alive.size()); }},
+    {"live_events", [] { return static_cast<int64_t>(events.alive.size()); }},
+    {"live_graphs", live_graphs},
+    {"live_graph_execs", live_graph_execs},
+    {"live_modules", live_modules},
+};
+
+int64_t query(const char* name) {
+  if (int64_t Settings::*member = setting_named(name)) return settings.*member;
+  for (const Count& one : kCounts) {
+    if (std::strcmp(one.name, name) == 0) return one.value();
+  }
+  return -1;
 }
 
 }  // namespace
 
 void read_environment() {
   set_defaults();
-  const char* names[] = {"devices",  "memory_bytes", "threads",   "lane_seed", "delay_us",
-                         "delay_seed", "lost_after", "lost_code", "fail"};
+  std::vector<const char*> names = {"fail"};
+  for (const Named& one : kSettings) names.push_back(one.name);
   for (const char* name : names) {
     std::string variable = std::string("DS4Q_SIM_") + name;
     for (char& c : variable) c = static_cast<char>(std::toupper(c));
