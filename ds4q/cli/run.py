@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from ds4q.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from ds4q.runtime.device.engine import HipEngine
     from ds4q.runtime.engine import Engine
     from ds4q.runtime.generate import Generation
     from ds4q.runtime.sampling import Sampler
@@ -108,11 +110,10 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option("--ignore-eos", is_flag=True, help="Go on after the token that ends the text.")
 @click.option(
     "--device",
-    type=click.Choice(["cpu"]),
+    type=click.Choice(["cpu", "hip"]),
     default="cpu",
     show_default=True,
-    expose_value=False,  # one choice decides nothing
-    help="Where the model runs.",
+    help="Where the model runs; hip: on a GPU, or as DS4Q_HIP says.",
 )
 @threads_option
 @click.option(
@@ -134,6 +135,7 @@ def command(
     top_p: float | None,
     seed: int | None,
     ignore_eos: bool,
+    device: str,
     threads: int,
     stats: Path | None,
     as_json: bool,
@@ -176,29 +178,30 @@ def command(
     )
     ids = prompt_ids or _encode(text or "", metadata, tokenizer, file, raw=raw, think=think)
 
-    started = time.perf_counter()
-    engine = _load(file, threads, quiet)
-    load_s = time.perf_counter() - started
-    generation = generate(
-        engine,
-        ids,
-        max_tokens=max_tokens,
-        context_tokens=engine.max_context,
-        sampler=sampler,
-        stop_ids=stops,
-        ignore_stop=ignore_eos,
-        tokenizer=tokenizer,
-    )
-    stop = None
-    try:
-        if as_json:
-            list(generation)
-        else:
-            _Screen(as_ids=tokenizer is None, thinking=think).run(generation)
-    except KeyboardInterrupt as interrupt:
-        stop = interrupt  # what there is so far is still reported
-        generation.end()
-    report = _report(generation, sampler, load_s)
+    with ExitStack() as stack:
+        started = time.perf_counter()
+        engine, where = _load(stack, device, file, len(ids) + max_tokens, threads, quiet)
+        load_s = time.perf_counter() - started
+        generation = generate(
+            engine,
+            ids,
+            max_tokens=max_tokens,
+            context_tokens=engine.max_context,
+            sampler=sampler,
+            stop_ids=stops,
+            ignore_stop=ignore_eos,
+            tokenizer=tokenizer,
+        )
+        stop = None
+        try:
+            if as_json:
+                list(generation)
+            else:
+                _Screen(as_ids=tokenizer is None, thinking=think).run(generation)
+        except KeyboardInterrupt as interrupt:
+            stop = interrupt  # what there is so far is still reported
+            generation.end()
+    report = _report(generation, sampler, load_s) | {"device": where}
     if as_json:
         emit_json(_answer(generation, has_text=tokenizer is not None, thinking=think) | report)
     if stats is not None:
@@ -254,9 +257,13 @@ def _encode(
     return encode_chat(config, tokenizer, messages, thinking=think, path=file)
 
 
-def _load(file: Path, threads: int, quiet: bool) -> Engine:
-    from ds4q.runtime.engine import Engine
+def _load(
+    stack: ExitStack, device: str, file: Path, tokens: int, threads: int, quiet: bool
+) -> tuple[Engine | HipEngine, dict[str, str]]:
+    """A loaded model, and what it runs on; ``stack`` frees what it holds on a device.
 
+    ``tokens`` is the most that prompt and answer may have.
+    """
     with progress("loading", file.stat().st_size, quiet=quiet) as advance:
         known = 0
 
@@ -265,7 +272,24 @@ def _load(file: Path, threads: int, quiet: bool) -> Engine:
             advance(done - known)
             known = done
 
-        return Engine.load(file, threads=threads, progress=report)
+        if device == "cpu":
+            from ds4q.runtime.engine import Engine
+
+            return Engine.load(file, threads=threads, progress=report), {"kind": "cpu"}
+        from ds4q.artifact.hfq import Reader
+        from ds4q.runtime.device.engine import HipEngine
+        from ds4q.runtime.engine import checked_config
+
+        with Reader(file) as reader:
+            limit = checked_config(reader).max_position_embeddings
+        engine = stack.enter_context(
+            HipEngine.load(file, max_context=min(tokens, limit), progress=report)
+        )
+    facts = engine.backend.facts()
+    say(f"device: {facts['name']} ({facts['arch']})")
+    for note in engine.backend.device.notes:
+        warn(note)
+    return engine, facts
 
 
 class _Screen:

@@ -48,11 +48,15 @@ class Scratch:
         self.logits = floats(HEAD_TOKENS, c.vocab_size)
         self.parts = layout.reserve(8 * ARGMAX_PARTS)
         self.id = layout.reserve(4)
-        held = HELD_BYTES if batch > 1 else 0
         self.chunk_bytes = 4 * heads * (c.head_dim + 4)
         most = max(chunks_of(c, ratio, context) for ratio in c.compress_ratios)
-        self.partial = layout.reserve(max(held, most * self.chunk_bytes))
-        self.scores = layout.reserve(max(held, 4 * (context // 4 + 1)))
+        self.partial = layout.reserve(_held(batch, most * self.chunk_bytes))
+        self.scores = layout.reserve(_held(batch, 4 * max(1, context // 4)))
+
+
+def _held(batch: int, token_bytes: int) -> int:
+    """Bytes for what a batch needs only a few tokens at a time: one at least."""
+    return max(token_bytes, min(HELD_BYTES, batch * token_bytes))
 
 
 def chunks_of(c: ModelConfig, ratio: int, end: int) -> int:

@@ -216,7 +216,7 @@ def test_option_that_is_not_utf8(artifact: str, answer: Answer) -> None:
         ["-p", "hi", "--top-p", "1.5"],
         ["-p", "hi", "--top-p", "nan"],
         ["-p", "hi", "--seed", "-1"],
-        ["-p", "hi", "--device", "hip"],
+        ["-p", "hi", "--device", "gpu"],
         ["-p", "hi", "--threads", "0"],
         ["-p", "hi", "--stats", "no/such/folder/s.json"],
     ],
@@ -400,6 +400,7 @@ def test_json_is_one_document(artifact: str, answer: Answer) -> None:
     assert document["finish_reason"] == "stop"
     assert document["usage"] == {"prompt_tokens": 6, "completion_tokens": 3, "total_tokens": 9}
     assert document["cache"] is None
+    assert document["device"] == {"kind": "cpu"}
     assert set(document["timings"]) == {
         "load_s",
         "prefill_s",
