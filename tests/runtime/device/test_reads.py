@@ -1,4 +1,4 @@
-"""Packed reads: order, content and refusals, with the vectors that the layout's description gives."""
+"""Packed reads: order, content and refusals, with the vectors of the format's description."""
 
 from __future__ import annotations
 
