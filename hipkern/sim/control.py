@@ -21,6 +21,7 @@ class Control:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._library = ctypes.CDLL(str(folder / "lib" / "libamdhip64.so"))
         self._library.ds4q_sim_get.restype = ctypes.c_int64
 

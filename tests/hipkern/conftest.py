@@ -10,6 +10,7 @@ import pytest
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.library import open_library
 from ds4q.hipkern.sim.control import Control
+from tests.hipkern.sim_rig import Rig
 
 
 @pytest.fixture
@@ -30,3 +31,19 @@ def device(sim: Control) -> Iterator[Device]:
         yield device
     sim.reset()
     assert sim.live() == before
+
+
+@pytest.fixture(scope="session")
+def opened_rig() -> Rig:
+    """The simulated library without the driver, with the kernels that its own tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS4Q_HIP", "sim")
+        return Rig()
+
+
+@pytest.fixture
+def rig(opened_rig: Rig) -> Iterator[Rig]:
+    """``opened_rig``; its settings are undone afterwards."""
+    opened_rig.control.reset()
+    yield opened_rig
+    opened_rig.control.reset()

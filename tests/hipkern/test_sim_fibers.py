@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,20 +10,6 @@ import pytest
 from tests.hipkern.sim_rig import Rig, f32, i32
 
 FAILED = 719
-
-
-@pytest.fixture(scope="module")
-def opened() -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS4Q_HIP", "sim")
-        yield Rig()
-
-
-@pytest.fixture
-def rig(opened: Rig) -> Iterator[Rig]:
-    opened.control.reset()
-    yield opened
-    opened.control.reset()
 
 
 def test_a_reduction_has_the_same_bits_for_any_order_and_threads(rig: Rig) -> None:
