@@ -27,6 +27,7 @@ class Bench:
     ----------
     copy_rate : bytes read and written a second by a large copy on the device, the median
     issue_rate : instructions of whole warps that all multiprocessors can start a second
+    medians : seconds of what was timed as a rate so far, and bytes, by measure
     """
 
     def __init__(self, device: Device, arguments: list[str]) -> None:
@@ -34,6 +35,7 @@ class Bench:
         self.kernels = Kernels(device)
         self.stream = device.stream()
         self.record = Recorder("gpu", arguments, device.name)
+        self.medians: dict[str, tuple[float, int]] = {}
         self.copy_rate = self._copy_rate()
         self.issue_rate = self._issue_rate()
 
@@ -76,6 +78,7 @@ class Bench:
 
     def add_rate(self, measure: str, times: Times, nbytes: int) -> float:
         """Rows for terabytes a second and for their part of the copy's; returns that part."""
+        self.medians[measure] = times.median, nbytes
         self.record.add(measure, times, "TB/s", nbytes / 1e12)
         parts = Times([nbytes / each / self.copy_rate for each in times.wall], times.cpu)
         self.record.add(f"{measure}, of copy", parts, "x")

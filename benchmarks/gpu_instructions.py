@@ -19,7 +19,10 @@ KERNELS = {"moe_gate_up": "gate+up", "moe_down": "down"}
 
 
 def floors(bench: Bench) -> None:
-    """Instructions of a lane for each weight, and the time that issuing them takes at least."""
+    """Instructions a weight, and what issuing them and moving the bytes take at least.
+
+    The second needs the times of the part ``experts`` in the same run.
+    """
     profiler = shutil.which("ncu")
     if profiler is None:
         print("ncu is not here: instructions are not counted")
@@ -36,7 +39,15 @@ def floors(bench: Bench) -> None:
             weights = CHOSEN * sum(rows * k for rows, k in parts)
             measure = f"{kind.name} {KERNELS[kernel]}"
             bench.add_value(f"{measure}, instructions a weight", 32 * instructions / weights, "1")
-            bench.add_value(f"{measure}, issue floor", 1e6 * instructions / bench.issue_rate, "us")
+            issue = instructions / bench.issue_rate
+            bench.add_value(f"{measure}, issue floor", 1e6 * issue, "us")
+            if measure in bench.medians:
+                seconds, nbytes = bench.medians[measure]
+                moved = nbytes / bench.copy_rate
+                bench.add_value(f"{measure}, byte floor", 1e6 * moved, "us")
+                bench.add_value(
+                    f"{measure}, over the larger floor", seconds / max(issue, moved), "x"
+                )
 
 
 def counts(text: str) -> list[tuple[str, int]]:
