@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from ds4q.hipkern.driver import Device
@@ -42,9 +41,9 @@ def cases() -> list[Case]:
     return [*packed_cases(), *dense_cases()]
 
 
-def expected_digests(path: Path = HASHES) -> dict[str, dict[str, str]]:
+def expected_digests() -> dict[str, dict[str, str]]:
     """The committed digests, by kernel and decoder."""
-    found: dict[str, dict[str, str]] = json.loads(path.read_text("utf-8"))
+    found: dict[str, dict[str, str]] = json.loads(HASHES.read_text("utf-8"))
     return found
 
 

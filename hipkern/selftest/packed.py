@@ -30,6 +30,7 @@ from ds4q.artifact.types import (
     TensorType,
 )
 from ds4q.hipkern import matrix
+from ds4q.hipkern.selftest.inputs import U8, Inputs
 from ds4q.hipkern.selftest.rig import Case, Rig
 
 ANY = 0  # a build that looks each matrix's decoder up
@@ -113,10 +114,15 @@ def _cols(form: Format, blocks: int) -> int:
     return -(-32 * blocks // multiple) * multiple
 
 
+def decode_inputs(inputs: Inputs, form: Format) -> tuple[U8, int, int]:
+    """Packed rows with every scale there is, and their number and length."""
+    rows, cols = 41, _cols(form, 7)
+    return inputs.packed(form.kind, rows, cols, wide=True, coding=form.coding), rows, cols
+
+
 def _decode(form: Format, kernel: str, value_bytes: int) -> Case:
     def body(rig: Rig) -> None:
-        rows, cols = 41, _cols(form, 7)
-        packed = rig.inputs.packed(form.kind, rows, cols, wide=True, coding=form.coding)
+        packed, rows, cols = decode_inputs(rig.inputs, form)
         books = matrix.books_of(form.kind.id, form.coding)
         rig.launch(
             matrix.decode_grid(rows, cols),

@@ -29,7 +29,7 @@ class Rig:
 
     def __init__(self, case: Case, device: Device, kernels: Kernels) -> None:
         self._case, self._device, self._kernels = case, device, kernels
-        self.inputs = Inputs(f"{case.kernel} {case.decoder}")
+        self.inputs = case.inputs()
         self._stream = device.stream()
         self._buffers: list[Buffer] = []
         self._outputs: list[tuple[Buffer, int]] = []
@@ -105,6 +105,10 @@ class Case:
     def kernel(self) -> str:
         """As digests are listed: file and kernel."""
         return f"{self.file} {self.name}"
+
+    def inputs(self) -> Inputs:
+        """The numbers that it draws from, from their beginning."""
+        return Inputs(f"{self.kernel} {self.decoder}")
 
     def digest(self, device: Device, kernels: Kernels) -> str:
         """xxh3-128 over the outputs."""
