@@ -9,6 +9,13 @@
 #include <cstring>
 #include <map>
 
+#if defined(__SANITIZE_ADDRESS__)  // kernels built with it then see each access out of place
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(at, bytes) ((void)(at), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(at, bytes) ((void)(at), (void)(bytes))
+#endif
+
 #include "runtime.h"
 
 namespace sim {
@@ -34,7 +41,9 @@ void unmap_oldest() {
   uintptr_t at = freed_order.front();
   freed_order.pop_front();
   size_t whole = mapped_bytes(freed[at]);
-  munmap(reinterpret_cast<void*>(at - kZoneBytes), whole);
+  void* start = reinterpret_cast<void*>(at - kZoneBytes);
+  ASAN_UNPOISON_MEMORY_REGION(start, whole);
+  munmap(start, whole);
   kept_bytes -= whole;
   freed.erase(at);
 }
@@ -74,6 +83,8 @@ hipError_t allocate(void** at, size_t bytes, bool pinned) {
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (whole == MAP_FAILED) return hipErrorOutOfMemory;
   std::memset(whole, 0xff, mapped_bytes(bytes));
+  ASAN_POISON_MEMORY_REGION(whole, mapped_bytes(bytes));
+  ASAN_UNPOISON_MEMORY_REGION(static_cast<char*>(whole) + kZoneBytes, bytes);
   uintptr_t address = reinterpret_cast<uintptr_t>(whole) + kZoneBytes;
   live[address] = {bytes, pinned};
   if (!pinned) device_bytes += bytes;
@@ -88,11 +99,13 @@ hipError_t release(void* at, bool pinned) {
   if (found == live.end() || found->second.pinned != pinned) return hipErrorInvalidValue;
   size_t bytes = found->second.bytes, whole = mapped_bytes(bytes);
   unsigned char* start = static_cast<unsigned char*>(at) - kZoneBytes;
+  ASAN_UNPOISON_MEMORY_REGION(start, whole);
   bool intact = all_ones(start, kZoneBytes) &&
                 all_ones(start + kZoneBytes + bytes, whole - kZoneBytes - bytes);
   live.erase(found);
   if (!pinned) device_bytes -= bytes;
   std::memset(start, 0xff, whole);
+  ASAN_POISON_MEMORY_REGION(start, whole);
   freed[address] = bytes;
   freed_order.push_back(address);
   kept_bytes += whole;

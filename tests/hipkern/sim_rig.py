@@ -93,6 +93,12 @@ DS4Q_KERNEL(greedy, 32, (float* y)) {
   DS4Q_SHARED(float, tile, 20000);
   y[0] = tile[0];
 }
+DS4Q_KERNEL(overshoot, 32, (int at)) {
+  DS4Q_SHARED(float, tile, 31);
+  DS4Q_SHARED(float, other, 32);
+  other[ds4q_thread()] = 0;
+  tile[ds4q_thread() < 31 ? (int)ds4q_thread() : at] = 1.0f;
+}
 DS4Q_KERNEL(deep, 64, (float* y, int n)) {  // kernels may keep a few KB
   float kept[8192];
   for (int i = 0; i < 8192; i++) kept[i] = (float)(i % n);

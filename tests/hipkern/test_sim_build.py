@@ -87,6 +87,23 @@ from tests.hipkern.sim_rig import Rig
 print(bits(Rig()))
 """
 
+READS_BEYOND = """
+from tests.hipkern.sim_rig import Rig, i32
+rig = Rig()
+source = '''#include "ds4q_dev.h"
+DS4Q_KERNEL(last, 32, (float* x, int n)) {
+  x[0] = x[n - 1];
+}
+'''
+module = rig.call("hipModuleLoadData", rig.compile(source, "-fsanitize=address", "-g"))
+function = rig.call("hipModuleGetFunction", module, b"last")
+x = rig.call("hipMalloc", 256)
+for n in (64, 65):
+    rig.call("hipModuleLaunchKernel", function, 1, 1, 1, 32, 1, 1, 0, None, None, (x, i32(n)))
+    rig.call("hipDeviceSynchronize")
+    print(n, "elements", flush=True)
+"""
+
 
 def bits(rig: Rig) -> str:
     """A hash of what two kernels give, and of what a third one fails with."""
@@ -123,3 +140,9 @@ def test_other_builds_give_the_same_bits(rig: Rig, tmp_path: Path, form: str) ->
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == bits(rig)
+    if form == "address":  # kernels that are built with it too cannot read beyond an allocation
+        command = [sys.executable, "-c", READS_BEYOND]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+        assert "use-after-poison" in done.stderr
+        assert "READ of size 4" in done.stderr
+        assert done.stdout == "64 elements\n"

@@ -82,6 +82,7 @@ def test_an_asynchronous_copy_lands_at_its_wait(rig: Rig) -> None:
         ("early", 64, (37,), "waits at a barrier that thread 37 never reaches: it has ended"),
         ("parted", 64, (), "thread 16 reaches a group barrier while others"),
         ("narrow", 16, (), "thread 0 shuffles from lane 16 of a group of 16"),
+        ("overshoot", 32, (31,), "wrote beyond a shared object of 124 bytes"),
         ("greedy", 32, (), "thread 0 needs more than 65536 bytes of shared memory"),
     ],
 )
@@ -94,7 +95,9 @@ def test_a_kernel_gone_wrong_fails_the_next_synchronisation_and_is_named(
     message: str,
 ) -> None:
     at, out = rig.device(np.zeros(256, np.float32)), rig.call("hipMalloc", 4 * 96)
-    pointers = {"tiles": (at, out), "misaligned": (at,), "early": ()}.get(name, (out,))
+    pointers = {"tiles": (at, out), "misaligned": (at,), "early": (), "overshoot": ()}.get(
+        name, (out,)
+    )
     stream = rig.call("hipStreamCreate")
     assert rig.launch(stream, name, 1, block, *pointers, *map(i32, values)) == 0
     assert rig.code("hipStreamSynchronize", stream) == FAILED
@@ -155,6 +158,11 @@ def test_a_launch_that_fits_no_device_is_refused(rig: Rig) -> None:
     function = rig.function("stale")
     sizes = (1, 1, 1, 32, 1, 1)
     assert rig.code("hipModuleLaunchKernel", function, *sizes, 64, None, None, (at,)) == 1
+
+
+def test_shared_objects_may_be_filled(rig: Rig) -> None:
+    assert rig.launch(None, "overshoot", 5, 32, i32(30)) == 0
+    assert rig.code("hipDeviceSynchronize") == 0
 
 
 def test_atomics_count_over_threads(rig: Rig) -> None:
