@@ -29,21 +29,24 @@ _NONE: Defines = {}
 DECODERS = (1, 2, 3, 16, 21, 100, 101, 102, 103, 104, 106, 358, 363)
 """Ways to decode a block, by tensor type; 358 and 363 are second readings of 102 and 107."""
 
-ANY = 0  # a decoder that is looked up for each matrix
+EXPERTS = (*((d, d, d) for d in DECODERS), (21, 21, 16), (21, 21, 3), (0, 0, 0))
+"""Decoders of gate and up, of down, and of the shared expert's three. The code for 0 looks the
+decoder up for each matrix, and stands for every combination that is not listed."""
 
 
 def builds(folder: Path = FOLDER) -> list[tuple[str, Defines]]:
-    """Every (file, defines) that a run may need, by the macros that each file leaves open."""
+    """Every (file, defines) that code objects are made of, by the macros that a file leaves open.
+
+    Macros with a default, which follow a model's shape, keep it.
+    """
     found: list[tuple[str, Defines]] = []
     for path in sorted(folder.glob("*.hip")):
         text = path.read_text("utf-8")
         if "DS4Q_DECODER" in text:
             found += [(path.name, {"DS4Q_DECODER": decoder}) for decoder in DECODERS]
         elif "DS4Q_GATE" in text:
-            found += [
-                (path.name, {"DS4Q_GATE": decoder, "DS4Q_DOWN": decoder, "DS4Q_SHARED_EXPERT": ANY})
-                for decoder in (ANY, *DECODERS)
-            ]
+            names = ("DS4Q_GATE", "DS4Q_DOWN", "DS4Q_SHARED_EXPERT")
+            found += [(path.name, dict(zip(names, trio, strict=True))) for trio in EXPERTS]
         else:
             found.append((path.name, _NONE))
     return found

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds4q.artifact.types import TYPES
 from ds4q.hipkern import kernels as module
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.errors import CodeObjectError, HipCallError, HipUsageError
 from ds4q.hipkern.handles import Buffer
-from ds4q.hipkern.kernels import DECODERS, Kernels, builds
-from ds4q.hipkern.matrix import decoder_of
+from ds4q.hipkern.kernels import Kernels
 from ds4q.hipkern.source import FOLDER
 from ds4q.hipkern.streams import Stream
 
@@ -179,24 +177,3 @@ def test_code_objects_of_a_folder_are_loaded_in_place_of_building(
     (objects / "sim" / "k-PLUS=1.hsaco").write_bytes(bytes(header))
     with pytest.raises(HipCallError, match="is for another architecture; build it for this one"):
         kernels.function("k.hip", "every", {"PLUS": 1})
-
-
-def codings(type_id: int) -> list[str | None]:
-    words = {
-        "": [None],
-        "variant": {102: ["zero", "neg32"], 107: ["dual", "s40", "sign", "affine"]},
-    }
-    found = words.get(TYPES[type_id].coding, [None])
-    return found if isinstance(found, list) else list(found[type_id])
-
-
-@pytest.mark.parametrize(
-    "type_id", [t.id for t in TYPES.values() if t.codec and t.name not in ("TidI32", "Raw")]
-)
-def test_every_type_has_kernels_that_decode_it(type_id: int) -> None:
-    wanted = builds()
-    for coding in codings(type_id):
-        decoder = decoder_of(type_id, coding)
-        assert decoder in DECODERS
-        for file in ("decode.hip", "linear.hip"):
-            assert (file, {"DS4Q_DECODER": decoder}) in wanted
