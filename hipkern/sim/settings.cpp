@@ -198,7 +198,7 @@ DS4Q_EXPORT void ds4q_sim_reset() {  // settings, faults and counts as in a fres
   faults.clear();
   calls_until_lost = 0;
   take_error();
-  set_defaults();
+  read_environment();
 }
 
 }  // namespace sim
