@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help setup links demo test test-slow test-gpu lint type check bench goldens docs clean
+.PHONY: help setup links demo test test-slow test-gpu objects lint type check bench goldens docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -50,6 +50,9 @@ test-slow: setup ## the tests that take minutes
 
 test-gpu: setup ## the tests that need a GPU
 	$(RUN) pytest -m gpu
+
+objects: setup ## compile every kernel for five AMD GPUs, and check registers, scratch and LDS
+	$(RUN) ds4q.hipkern.objects
 
 lint: setup ## style and formatting
 	$(RUN) ruff check .

@@ -78,7 +78,9 @@ def test_make_has_the_targets_that_the_house_promises() -> None:
     text = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert phony is not None
-    promised = "help setup links demo test test-slow test-gpu lint type check bench goldens docs"
+    promised = (
+        "help setup links demo test test-slow test-gpu objects lint type check bench goldens docs"
+    )
     assert phony[1].split() == [*promised.split(), "clean"]
     assert set(phony[1].split()) == set(TARGETS.findall(text))
     missing = [name for name in phony[1].split() if not re.search(rf"^{name}:.*## ", text, re.M)]

@@ -28,13 +28,15 @@ def test_the_report_is_one_json_document() -> None:
     facts = json.loads(result.stdout)
     assert facts["ok"] is True
     assert facts["problems"] == []
-    assert facts["run"] == {"device": "cpu"}
+    assert facts["run"] == {"device": "cpu", "hip": doctor.can_use_hip(facts["hip"])}
     assert facts["cpu"]["cores_available"] == len(os.sched_getaffinity(0))
     assert facts["disks"][0]["path"] == str(Path.cwd())
     assert facts["disks"][1]["path"] == os.environ["DS4Q_HOME"]
     assert all(disk["free_bytes"] > 0 for disk in facts["disks"])
     assert all(facts["packages"].values())
-    assert {"library", "version", "devices", "problem"} == set(facts["hip"])
+    assert set(facts["hip"]) == {
+        *("library", "version", "devices", "problem", "found", "hiprtc", "choice", "packages")
+    }
 
 
 def test_the_report_for_people_names_the_device_that_run_uses() -> None:
@@ -160,7 +162,7 @@ def test_the_report_for_people_says_what_is_missing() -> None:
     facts = doctor.report()
     facts["memory"] = {"total_bytes": None, "available_bytes": 1000, "limit_bytes": 2_000_000}
     facts["compiler"] = None
-    facts["hip"] = {"library": "l.so", "version": 7, "devices": 2, "problem": None}
+    facts["hip"].update(library="l.so", version=7, devices=2, problem=None)
     text = "\n".join(doctor.lines(facts))
     assert "1 kB available of unknown" in text
     assert "limited to 2 MB by the control group" in text
@@ -168,3 +170,59 @@ def test_the_report_for_people_says_what_is_missing() -> None:
     assert "HIP        l.so: version 7, devices: 2" in text
     facts["hip"]["problem"] = "no such symbol"
     assert "HIP        l.so: no such symbol" in "\n".join(doctor.lines(facts))
+
+
+def test_the_simulated_device_is_told_with_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS4Q_HIP", "sim")
+    facts = doctor.report()
+    assert facts["hip"]["choice"] == "sim"
+    (device,) = facts["hip"]["found"]
+    assert device["arch"] == "sim"
+    assert device["total_bytes"] > 0
+    assert facts["run"] == {"device": "cpu", "hip": True}
+    text = "\n".join(doctor.lines(facts))
+    assert re.search(r"^ +device 0: .*, sim, .* \(simulated on this CPU: ", text, re.MULTILINE)
+    assert re.search(r"^ +hiprtc [\d.]+, hip-python [\d.]+, ziglang 0\.17\.1$", text, re.MULTILINE)
+    assert "run uses   the CPU; with --device hip, the device above" in text
+    assert facts["ok"] is True
+
+
+def test_a_wrong_choice_of_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS4Q_HIP", "none")
+    facts = doctor.report()
+    assert facts["ok"] is True, "the CPU path works all the same"
+    assert facts["run"]["hip"] is False
+    assert "no library (DS4Q_HIP names no library" in "\n".join(doctor.lines(facts))
+
+
+@pytest.mark.parametrize(
+    ("arch", "said"),
+    [
+        ("gfx1151", "(nothing of ds4q has run on AMD hardware so far)"),
+        ("sm_90", "(NVIDIA, behind HIP's names: a test vehicle)"),
+    ],
+)
+def test_what_other_devices_are(arch: str, said: str) -> None:
+    facts = doctor.report()
+    facts["hip"].update(library="l.so", version=7, devices=1, problem=None, hiprtc="7.1")
+    facts["hip"]["found"] = [{"name": "Card", "arch": arch, "total_bytes": 16_000_000_000}]
+    assert f"device 0: Card, {arch}, 16 GB {said}" in "\n".join(doctor.lines(facts))
+
+
+@pytest.mark.parametrize(
+    ("lack", "said"),
+    [
+        ({"devices": 0}, "needs a device (DS4Q_HIP=sim simulates one)"),
+        ({"packages": {"hip-python": None, "ziglang": None}}, "pip install 'ds4q[hip]'"),
+        ({"hiprtc": None}, "needs ROCm's hiprtc"),
+    ],
+)
+def test_what_a_device_still_lacks(lack: dict[str, object], said: str) -> None:
+    facts = doctor.report()
+    packages = {"hip-python": "10", "ziglang": None}
+    hip = {**facts["hip"], "library": "l.so", "version": 7, "devices": 1, "problem": None}
+    facts["hip"] = {**hip, "hiprtc": "7.1", "packages": packages, **lack}
+    assert doctor.can_use_hip(hip | {"hiprtc": "7.1", "packages": packages})
+    assert not doctor.can_use_hip(facts["hip"])
+    facts["run"]["hip"] = False
+    assert said in "\n".join(doctor.lines(facts))

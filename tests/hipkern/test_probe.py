@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from ds4q.hipkern.probe import LIBRARY, HipReport, ask, candidates, probe
+from ds4q.hipkern.probe import (
+    ARCH_AT,
+    COMPILER,
+    LIBRARY,
+    MEMORY_AT,
+    NAME_AT,
+    PROPERTIES_BYTES,
+    DeviceReport,
+    HipReport,
+    ask,
+    candidates,
+    compiler_version,
+    probe,
+)
 
 CC = shutil.which("cc") or shutil.which("gcc")
 needs_cc = pytest.mark.skipif(CC is None, reason="needs a C compiler to build a fake HIP library")
@@ -40,6 +53,54 @@ int hipGetDeviceCount(int *n) {{ {count} }}
 def test_a_library_with_devices(tmp_path: Path) -> None:
     env = rocm_with(tmp_path, library_source('puts("driver chatter"); *n = 2; return 0;'))
     assert probe(env) == HipReport(str(tmp_path / "lib" / LIBRARY), 70152345, 2)
+
+
+@needs_cc
+def test_devices_are_described_where_the_library_can(tmp_path: Path) -> None:
+    """The layout is that of hipDeviceProp_tR0600, which the suffix fixes."""
+    env = rocm_with(
+        tmp_path,
+        library_source("*n = 3; return 0;")
+        + """
+#include <string.h>
+int hipGetDevicePropertiesR0600(char *p, int i) {
+  if (i == 1) return 1;
+  memset(p, 'x', 1472);
+  strcpy(p, i ? "Second" : "First");
+  strcpy(p + 1160, "gfx942:sramecc+");
+  *(unsigned long *)(p + 288) = 1000 + i;
+  return 0;
+}
+""",
+    )
+    report = probe(env)
+    assert report.devices == 3
+    assert report.found == (
+        DeviceReport("First", "gfx942:sramecc+", 1000),
+        DeviceReport("Second", "gfx942:sramecc+", 1002),
+    )
+    assert report.hiprtc is None
+
+
+def test_the_layout_of_properties_is_the_bindings() -> None:
+    hip = pytest.importorskip("rocm.bindings.hip")
+    properties = hip.hipDeviceProp_t()
+    assert properties.c_sizeof() == PROPERTIES_BYTES
+    for at, text in ((NAME_AT, b"Card"), (ARCH_AT, b"gfx1151"), (MEMORY_AT, b"\x05")):
+        ctypes.memmove(int(properties) + at, text, len(text))
+    seen = properties.name, properties.gcnArchName, properties.totalGlobalMem
+    assert seen == ("Card", "gfx1151", 5)
+
+
+@needs_cc
+def test_the_run_time_compiler_is_looked_for_beside_the_library(tmp_path: Path) -> None:
+    env = rocm_with(tmp_path, library_source("*n = 0; return 100;"))
+    code = tmp_path / "rtc.c"
+    code.write_text("int hiprtcVersion(int *a, int *b) { *a = 7; *b = 1; return 0; }")
+    library = str(tmp_path / "lib" / COMPILER)
+    subprocess.run([str(CC), "-shared", "-fPIC", "-o", library, str(code)], check=True)
+    assert probe(env).hiprtc == "7.1"
+    assert compiler_version([str(code), str(tmp_path / "lib" / LIBRARY)]) is None
 
 
 @needs_cc
