@@ -145,7 +145,7 @@ def _attend(rig: Rig, width: int, output: bool) -> list[tuple[int, ...]]:
 
     Returns (partial, step, reach, ratio, topk, chunks) of each; ``output``: partial is looked at.
     """
-    tokens, heads, pairs, reach, capacity, first = 3, 18, 16, 20, 12, 44
+    tokens, heads, pairs, reach, capacity, first = 3, 18, 16, 36, 12, 44
     draw, put = rig.inputs.values, rig.put
     made: list[tuple[int, ...]] = []
     for ratio, topk in ((4, 8), (4, 0), (0, 0)):
@@ -235,10 +235,13 @@ def _index_scores(rig: Rig) -> None:
 
 
 def _index_select(rig: Rig) -> None:
-    tokens, ratio, topk, stride = 3, 4, 8, 40
+    tokens, ratio, topk, stride = 4, 4, 200, 2200
     scores = rig.inputs.values(tokens, stride)
-    scores[1, 5:30] = scores[1, :38].max()  # a tie across the border of the choice
-    for first in (150, 20):  # more entries than are chosen, and fewer
+    scores[0] = np.sort(scores[0])[::-1]  # what is chosen lies with a few groups of lanes
+    scores[1, 500:1900] = scores[1].max()  # a tie across the border of the choice
+    scores[2] = 1 + scores[2] * np.float32(2.0**-12)  # few bits apart
+    scores[3] = 0.5
+    for first in (4 * 2150, 200):  # more entries than are chosen, and fewer
         step, chosen = _step(rig, first, tokens), rig.output(4 * tokens * topk)
         rig.launch((1, tokens, 1), rig.put(scores), step, chosen, ratio, topk, stride, 0)
 
