@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds4q.hipkern.build import compile_source, label
-from ds4q.hipkern.errors import CodeObjectError
 from ds4q.hipkern.handles import Function, Module
 from ds4q.hipkern.source import FOLDER, Source, load
 
@@ -59,13 +58,11 @@ class Kernels:
     ----------
     device : owns the modules
     folder : where the sources are
-    objects : a folder of ``hipkern.objects``; its code objects are loaded in place of building
     """
 
-    def __init__(self, device: Device, folder: Path = FOLDER, objects: Path | None = None) -> None:
+    def __init__(self, device: Device, folder: Path = FOLDER) -> None:
         self.device = device
         self._folder = folder
-        self._objects = objects
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
         self._modules: dict[tuple[str, tuple[tuple[str, int], ...]], Module] = {}
@@ -85,7 +82,7 @@ class Kernels:
         Raises
         ------
         HipUsageError : no such kernel, or arguments that do not fit its declaration
-        KernelBuildError, CodeObjectError : its code cannot be had
+        KernelBuildError : it does not compile
         """
         function = self._functions.get((file, kernel, *defines.items()))
         if function is None:
@@ -111,7 +108,7 @@ class Kernels:
         wanted = [(self._source(file), defines) for file, defines in builds]
         count = workers or len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(count) as pool:
-            list(pool.map(lambda build: self._code(*build), wanted))
+            list(pool.map(lambda build: compile_source(self.device, *build), wanted))
         with self._lock:
             for source, defines in wanted:
                 self._module(source, defines)
@@ -126,32 +123,8 @@ class Kernels:
         key = (source.file, tuple(sorted(defines.items())))
         found = self._modules.get(key)
         if found is None:
-            found = self.device.module(self._code(source, defines), label(source, defines))
+            found = self.device.module(
+                compile_source(self.device, source, defines), label(source, defines)
+            )
             self._modules[key] = found
         return found
-
-    def _code(self, source: Source, defines: Defines) -> bytes:
-        if self._objects is None:
-            return compile_source(self.device, source, defines)
-        return read_object(self._objects, self.device.arch, source, defines)
-
-
-def object_name(source: Source, defines: Defines) -> str:
-    """File name of a code object: ``linear-DS4Q_DECODER=21.hsaco``."""
-    words = [f"{name}={value}" for name, value in sorted(defines.items())]
-    return "-".join([Path(source.file).stem, *words]) + ".hsaco"
-
-
-def read_object(folder: Path, arch: str, source: Source, defines: Defines) -> bytes:
-    """A code object that ``hipkern.objects`` built for ``arch``."""
-    path = folder / arch / object_name(source, defines)
-    try:
-        return path.read_bytes()
-    except OSError:
-        built = sorted(p.name for p in folder.glob("*") if p.is_dir())
-        raise CodeObjectError(
-            f"there is no code object of {label(source, defines)} for {arch}",
-            path=path,
-            expected=f"one of {', '.join(built)}" if arch not in built and built else None,
-            remedy="build it with python -m ds4q.hipkern.objects, or let hiprtc build it here",
-        ) from None

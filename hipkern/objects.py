@@ -21,7 +21,7 @@ from ds4q.hipkern.build import BASE_OPTIONS, first_error, label
 from ds4q.hipkern.codeobject import Kernel, inspect
 from ds4q.hipkern.driver import BUILT_ARCHS
 from ds4q.hipkern.errors import CodeObjectError, HipError, HipLibraryError, KernelBuildError
-from ds4q.hipkern.kernels import Defines, builds, object_name
+from ds4q.hipkern.kernels import Defines, builds
 from ds4q.hipkern.source import FOLDER, Source, load
 
 ZIGLANG = "0.17.1"
@@ -103,6 +103,12 @@ def compile_object(
                     path=log,
                 )
         os.replace(linked, target)
+
+
+def object_name(source: Source, defines: Defines) -> str:
+    """File name of a code object: ``linear-DS4Q_DECODER=21.hsaco``."""
+    words = [f"{name}={value}" for name, value in sorted(defines.items())]
+    return "-".join([Path(source.file).stem, *words]) + ".hsaco"
 
 
 def build_all(

@@ -11,7 +11,7 @@ import pytest
 
 from ds4q.hipkern import kernels as module
 from ds4q.hipkern.driver import Device
-from ds4q.hipkern.errors import CodeObjectError, HipCallError, HipUsageError
+from ds4q.hipkern.errors import HipCallError, HipUsageError
 from ds4q.hipkern.handles import Buffer
 from ds4q.hipkern.kernels import Kernels
 from ds4q.hipkern.source import FOLDER
@@ -162,18 +162,9 @@ def test_builds_are_prepared_together(
         assert values(stream, out)[0] == 7 + plus
 
 
-def test_code_objects_of_a_folder_are_loaded_in_place_of_building(
-    device: Device, folder: Path, tmp_path: Path
-) -> None:
-    objects = tmp_path / "objects"
-    (objects / "gfx1100").mkdir(parents=True)
-    kernels = Kernels(device, folder, objects)
-    with pytest.raises(CodeObjectError, match=r"of k\.hip PLUS=1 for sim: expected one of gfx1100"):
-        kernels.function("k.hip", "every", {"PLUS": 1})
-    (objects / "sim").mkdir()
+def test_a_code_object_for_other_hardware_is_refused(device: Device) -> None:
     header = bytearray(64)
     header[:6] = b"\x7fELF\x02\x01"
     header[18] = 224  # EM_AMDGPU
-    (objects / "sim" / "k-PLUS=1.hsaco").write_bytes(bytes(header))
     with pytest.raises(HipCallError, match="is for another architecture; build it for this one"):
-        kernels.function("k.hip", "every", {"PLUS": 1})
+        device.module(bytes(header), "k.hip")

@@ -13,7 +13,7 @@ from ds4q.hipkern import objects
 from ds4q.hipkern.codeobject import inspect, metadata
 from ds4q.hipkern.driver import BUILT_ARCHS
 from ds4q.hipkern.errors import CodeObjectError, HipLibraryError, KernelBuildError
-from ds4q.hipkern.kernels import builds, read_object
+from ds4q.hipkern.kernels import builds
 from ds4q.hipkern.source import FOLDER, Source, load
 
 ONE_OF_EACH_WAVE = ("gfx1151", "gfx942")
@@ -122,15 +122,6 @@ def test_an_architecture_that_was_never_built_is_refused(tmp_path: Path) -> None
     source = kernel_folder(tmp_path, GOOD)
     with pytest.raises(CodeObjectError, match=r"expected gfx1100, .* found gfx1036"):
         objects.compile_object(source, {}, "gfx1036", tmp_path / "k.hsaco", tmp_path)
-
-
-def test_a_code_object_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
-    source = kernel_folder(tmp_path, GOOD)
-    (tmp_path / "o" / "gfx1100").mkdir(parents=True)
-    with pytest.raises(
-        CodeObjectError, match=r"no code object of k\.hip for gfx1036: expected one of gfx1100"
-    ):
-        read_object(tmp_path / "o", "gfx1036", source, {})
 
 
 def test_another_release_of_the_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
