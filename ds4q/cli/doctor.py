@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,7 @@ from ds4q.cli.common import (
     available_cores,
     emit_json,
     json_option,
+    progress,
     talk_options,
 )
 from ds4q.hipkern import library
@@ -191,12 +193,55 @@ def can_use_hip(hip: dict[str, Any]) -> bool:
     return bool(hip["devices"] and hip["hiprtc"] and hip["packages"]["hip-python"])
 
 
-def report() -> dict[str, Any]:
-    """All facts as the document of ``--json``; ``ok`` says whether the CPU path can work."""
+def selftest_facts(quiet: bool) -> tuple[dict[str, Any], list[str]]:
+    """Every kernel on the device, held to the committed digests; a problem for each that differs.
+
+    The first time on a machine its compiler builds all of them, which takes a minute or two.
+    """
+    from ds4q.artifact.errors import Ds4qError
+    from ds4q.hipkern import selftest
+    from ds4q.hipkern.driver import Device
+
+    chosen = selftest.cases()
+    results: list[selftest.Result] = []
+    facts: dict[str, Any] = {"kernels": len(chosen), "equal": 0, "notes": []}
+    problems = []
+    begin = time.perf_counter()
+    try:
+        with (
+            Device.open() as device,
+            progress("self-test", len(chosen), unit="kernels", quiet=quiet) as advance,
+        ):
+            facts |= {"device": device.name, "arch": device.arch, "kind": device.kind}
+            facts["notes"] = list(device.notes)
+            results = selftest.run(device, only=chosen, advance=advance)
+    except Ds4qError as error:
+        problems.append(f"the self-test of kernels stopped: {error}")
+    wrong = [result for result in results if not result.ok]
+    facts["equal"] = len(results) - len(wrong)
+    facts["differ"] = [result._asdict() for result in wrong]
+    facts["seconds"] = round(time.perf_counter() - begin, 3)
+    problems += [
+        f"{f'{kernel} {decoder}'.strip()} gives other bits on this device: "
+        f"expected {expected}, found {digest}; do not use --device hip, and please report this"
+        for kernel, decoder, digest, expected in wrong
+    ]
+    return facts, problems
+
+
+def report(device: str = "cpu", quiet: bool = True) -> dict[str, Any]:
+    """All facts as the document of ``--json``; ``ok`` says whether what was asked for can work.
+
+    ``device`` "hip" runs the self-test of kernels there, too.
+    """
     packages, problems = package_facts()
     if not problems and (problem := kernel_problem()):
         problems.append(problem)
     hip = hip_facts()
+    kernels = None
+    if device == "hip":
+        kernels, wrong = selftest_facts(quiet)
+        problems += wrong
     disks = [disk_facts(Path.cwd())]
     if home := os.environ.get("DS4Q_HOME"):
         disks.append(disk_facts(Path(home)))
@@ -213,6 +258,7 @@ def report() -> dict[str, Any]:
         "compiler": compiler_facts(os.environ.get("CC")),
         "hip": hip,
         "run": {"device": "cpu", "hip": can_use_hip(hip)},
+        "selftest": kernels,
     }
 
 
@@ -250,6 +296,12 @@ def _run_text(facts: dict[str, Any]) -> str:
     return "the CPU; --device hip needs ROCm's hiprtc"
 
 
+def _selftest_lines(facts: dict[str, Any]) -> list[str]:
+    found = facts["selftest"]
+    equal = f"{found['equal']} of {found['kernels']} kernels give the bits that are expected"
+    return [f"{equal}, in {found['seconds']:.1f} s", *found["notes"]]
+
+
 def lines(facts: dict[str, Any]) -> list[str]:
     """The report for people."""
     cpu, memory, compiler = facts["cpu"], facts["memory"], facts["compiler"]
@@ -273,6 +325,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
     rows.append(("compiler", "none found" if compiler is None else _compiler_text(compiler)))
     rows += [("" if i else "HIP", text) for i, text in enumerate(_hip_lines(facts["hip"]))]
     rows.append(("run uses", _run_text(facts)))
+    if facts["selftest"] is not None:
+        rows += [("" if i else "self-test", text) for i, text in enumerate(_selftest_lines(facts))]
     rows += [("PROBLEM", problem) for problem in facts["problems"]]
     if facts["ok"]:
         rows.append(("verdict", "quantize, verify and run work here"))
@@ -284,22 +338,29 @@ def _compiler_text(compiler: dict[str, str | None]) -> str:
 
 
 @click.command()
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "hip"]),
+    default="cpu",
+    show_default=True,
+    help="hip: also run every kernel on the device and compare the bits with those expected.",
+)
 @json_option
 @talk_options
 @click.pass_context
-def command(ctx: click.Context, as_json: bool, quiet: bool, verbose: bool) -> None:
+def command(ctx: click.Context, device: str, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Report what this machine can do.
 
     Shows Python and packages, processor, memory, free disk space, C compiler, HIP library and
-    devices, and compiles one kernel. Exit status 0 means that the CPU path works; 1 says what is in
-    its way.
+    devices, and compiles one kernel. Exit status 0 means that the CPU path works, and with --device
+    hip that every kernel of the device gives the right bits; 1 says what is in the way.
 
     \b
     Example:
       ds4q doctor
-      ds4q doctor --json
+      ds4q doctor --device hip
     """
-    facts = report()
+    facts = report(device, quiet)
     if as_json:
         emit_json(facts)
     else:

@@ -7,7 +7,7 @@ simulated device did, whose results are held to float64 by the tests. Knows no m
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ds4q.hipkern.driver import Device
@@ -48,9 +48,18 @@ def expected_digests() -> dict[str, dict[str, str]]:
 
 
 def run(
-    device: Device, kernels: Kernels | None = None, only: Sequence[Case] | None = None
+    device: Device,
+    kernels: Kernels | None = None,
+    only: Sequence[Case] | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> list[Result]:
     """Run the cases on ``device``, one after the other; what is not built yet is built first.
+
+    Parameters
+    ----------
+    kernels : with their sources in another folder, say
+    only : the cases; all of them if None
+    advance : hears of every case that is done
 
     Raises
     ------
@@ -62,12 +71,10 @@ def run(
         {(c.file, *sorted(c.defines.items())): (c.file, c.defines) for c in chosen}.values()
     )
     expected = expected_digests()
-    return [
-        Result(
-            case.kernel,
-            case.decoder,
-            case.digest(device, kernels),
-            expected.get(case.kernel, {}).get(case.decoder),
-        )
-        for case in chosen
-    ]
+    results = []
+    for case in chosen:
+        digest = case.digest(device, kernels)
+        said = expected.get(case.kernel, {}).get(case.decoder)
+        results.append(Result(case.kernel, case.decoder, digest, said))
+        advance(1)
+    return results
