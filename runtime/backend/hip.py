@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.kernels import Kernels
@@ -89,3 +91,11 @@ class HipBackend:
         """Free everything on the device; closing again does nothing."""
         self.closed = True
         self.device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,1 +1,1 @@
-"""Owns a model on a HIP device: memory, loading, launches, sequences. Kernels are in ``hipkern``."""
+"""Owns a model on a HIP device: memory, loading, launches, sequences. Holds no kernel."""

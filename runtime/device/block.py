@@ -63,10 +63,13 @@ class StepBlock:
         self._step = self._part(STEP.size)
         self._layers = self._part(LAYER_STATE.size * config.num_hidden_layers)
         self._ids = self._part(4 * tokens)
+        self._turned = self._end = self._part(0)
         self._turns = {ratio: self._turns_of(ratio) for ratio in frequencies}
         self._place = layout.reserve(self._end)
         self._pinned = device.pinned(self._end)
         self._copied: Event | None = None
+        self._rotations = np.zeros((self._end - self._turned) // 4, np.float32)
+        self._foreseen = (-1, 0)  # first and tokens
 
     @property
     def step(self) -> int:
@@ -101,7 +104,9 @@ class StepBlock:
         STEP.pack_into(raw.data, self._step, first, len(ids), 0, 0)
         raw.data[self._layers : self._layers + len(table)] = table
         raw[self._ids : self._ids + 4 * len(ids)].view(np.int32)[:] = ids
-        self._fill_turns(raw, first, len(ids))
+        if self._foreseen != (first, len(ids)):
+            self.foresee(first, len(ids))
+        raw[self._turned :].view(np.float32)[:] = self._rotations
         stream.upload(self._place.address, self._pinned)
         self._copied = stream.record(self._copied)
 
@@ -110,27 +115,26 @@ class StepBlock:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _fill_turns(self, raw: npt.NDArray[np.uint8], first: int, tokens: int) -> None:
+    def foresee(self, first: int, tokens: int) -> None:
+        """Form what a step at ``first`` rotates by, while the device still works on another."""
+        self._foreseen = first, tokens
         made: dict[int, tuple[F32, F32]] = {}  # ratios of one base share their frequencies
         for ratio, at in self._turns.items():
             frequencies = self._frequencies[ratio]
             key = id(frequencies)
             if key not in made:
                 made[key] = rope.tables(frequencies, first, tokens)
-            cos, sin = made[key]
-            self._put(raw, at.cos, cos)
-            self._put(raw, at.sin, sin)
-            if not ratio:
-                continue
-            started, done = first // ratio, (first + tokens) // ratio
-            if done > started:
-                cos, sin = rope.tables(frequencies, started * ratio, done - started, ratio)
-                self._put(raw, at.window_cos, cos)
-                self._put(raw, at.window_sin, sin)
+            self._keep(at.cos, at.sin, made[key])
+            if ratio:
+                started, done = first // ratio, (first + tokens) // ratio
+                if done > started:
+                    turned = rope.tables(frequencies, started * ratio, done - started, ratio)
+                    self._keep(at.window_cos, at.window_sin, turned)
 
-    @staticmethod
-    def _put(raw: npt.NDArray[np.uint8], at: int, values: F32) -> None:
-        raw[at : at + values.nbytes].view(np.float32)[:] = values.reshape(-1)
+    def _keep(self, cos_at: int, sin_at: int, turned: tuple[F32, F32]) -> None:
+        for at, values in zip((cos_at, sin_at), turned, strict=True):
+            start = (at - self._turned) // 4
+            self._rotations[start : start + values.size] = values.reshape(-1)
 
     def _turns_of(self, ratio: int) -> Turns:
         row = 4 * self._pairs

@@ -22,6 +22,7 @@ from ds4q.runtime.device.layout import Layout
 from ds4q.runtime.device.model import plan_weights
 from ds4q.runtime.device.program import Program
 from ds4q.runtime.device.scratch import HEAD_TOKENS, Scratch
+from ds4q.runtime.device.staging import Staging
 from ds4q.runtime.device.state import Caches, DeviceState
 from ds4q.runtime.device.weights import DeviceSource
 from ds4q.runtime.engine import BATCH_TOKENS, checked_config, checked_context, checked_ids
@@ -160,9 +161,8 @@ class HipEngine:
         for start in range(0, len(tokens), self._batch_tokens):
             batch = tokens[start : start + self._batch_tokens]
             self._advance(state, batch, head=start + len(batch) == len(tokens))
-        stream = self._backend.stream
-        stream.download(self._found, self._scratch.id.address)
-        stream.synchronize()
+        self._backend.stream.download(self._found, self._scratch.id.address)
+        self._finish()
         found = int.from_bytes(self._found.array.tobytes(), "little", signed=True)
         if found < 0:
             logits = np.empty(self.vocab_size, np.float32)
@@ -202,13 +202,13 @@ class HipEngine:
         for layout in layouts:
             layout.allocate(device)
         self._backend.prepare(self._decode())
-        source.fill(device, self._backend.copies, progress)
+        self._staging: Staging | None = source.fill(device, self._backend.copies, progress)
         reader.check_unchanged()
+        self._copied = self._backend.copies.record()
         self._await_weights()
 
     def _await_weights(self) -> None:
-        """Let steps wait for the last copies, which go through another stream."""
-        self._copied = self._backend.copies.record()
+        """Let the first step wait for the last copies: they go through another stream."""
         self._backend.stream.wait(self._copied)
 
     def _decode(self, *, traced: bool = False) -> list[Launch]:
@@ -249,6 +249,8 @@ class HipEngine:
         else:
             self._run(self._decode(traced=trace is not None), trace)
         state.position += tokens
+        if tokens == 1:
+            block.foresee(first + 1, 1)
 
     def _run(self, launches: Iterable[Launch], trace: Trace | None) -> None:
         """Launch directly, showing ``trace`` what it asks for after each."""
@@ -263,11 +265,17 @@ class HipEngine:
                 trace(shown.name, values)
 
     def _download(self, out: F32) -> None:
-        """The first logits held, by way of pinned memory: the one wait of a step."""
-        stream = self._backend.stream
-        stream.download(self._logits, self._scratch.logits.address)
-        stream.synchronize()
+        """The first logits held, by way of pinned memory."""
+        self._backend.stream.download(self._logits, self._scratch.logits.address)
+        self._finish()
         out[:] = self._logits.array.view(np.float32)
+
+    def _finish(self) -> None:
+        """Wait for all that was queued: the one wait of a step."""
+        self._backend.stream.synchronize()
+        staging, self._staging = self._staging, None
+        if staging is not None:  # a step has run, so the copies that it waited for were made
+            staging.free()
 
     def _checked(
         self, state: DeviceState, ids: Sequence[int] | npt.NDArray[np.integer[Any]]

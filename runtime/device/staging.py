@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 import numpy as np
 import numpy.typing as npt
 
 from ds4q.hipkern.driver import Device
-from ds4q.hipkern.errors import HipError
 from ds4q.hipkern.streams import Event, Stream
 
 U8 = npt.NDArray[np.uint8]
 
 
 class Staging:
-    """``slots`` pinned buffers in turn: taken, filled by whoever took them, sent in that order.
-
-    Leaving the context waits for the copies, then frees the buffers.
-    """
+    """``slots`` pinned buffers in turn: taken, filled by whoever took them, sent in that order."""
 
     def __init__(self, device: Device, stream: Stream, slots: int, nbytes: int) -> None:
         self.slots = slots
@@ -34,9 +27,7 @@ class Staging:
         """The next buffer, once its last copy has been made."""
         slot = self._taken % self.slots
         self._taken += 1
-        event = self._events[slot]
-        if event is not None:
-            event.synchronize()
+        self._await(slot)
         return self._buffer(slot)[:nbytes]
 
     def send(self, address: int, nbytes: int) -> None:
@@ -46,30 +37,18 @@ class Staging:
         self._stream.upload(address, self._buffer(slot), nbytes)
         self._events[slot] = self._stream.record(self._events[slot])
 
-    def put(self, address: int, values: npt.NDArray[np.generic] | bytes) -> None:
-        """Copy ``values`` to the device, by way of as many buffers as they take."""
-        raw = np.frombuffer(values, dtype=np.uint8)
-        for start in range(0, raw.size, self.nbytes):
-            part = raw[start : start + self.nbytes]
-            self.take(part.size)[:] = part
-            self.send(address + start, part.size)
+    def _await(self, slot: int) -> None:
+        """The last copy from a buffer reads it until it has been made."""
+        event = self._events[slot]
+        if event is not None:
+            event.synchronize()
 
     def _buffer(self, slot: int) -> U8:
         return self._pinned.array[slot * self.nbytes : (slot + 1) * self.nbytes]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        try:
-            self._stream.synchronize()
-        except HipError:
-            if error is None:  # else the first error is the one to tell
-                raise
-        finally:
-            for event in self._events:
-                if event is not None:
-                    event.free()
-            self._pinned.free()
+    def free(self) -> None:
+        """Give the buffers back; every copy must have been made."""
+        for event in self._events:
+            if event is not None:
+                event.free()
+        self._pinned.free()

@@ -116,25 +116,28 @@ class DeviceSource:
         self._groups.append((label, found))
         return found
 
-    def fill(self, device: Device, stream: Stream, progress: Progress | None) -> None:
-        """Read, check and copy everything; on return the last copies may still be under way.
+    def fill(self, device: Device, stream: Stream, progress: Progress | None) -> Staging:
+        """Read, check and copy everything, on ``stream``.
 
-        ``progress`` is called with (bytes read, bytes in all) of the matrices, in this thread.
+        ``progress`` is called with (bytes read, bytes in all) of the matrices, in this thread. On
+        return the last copies may still be under way, out of what is returned: the caller frees it
+        once they have been made.
         """
         jobs = [job for label, matrices in self._groups for job in _jobs(label, matrices, self)]
         largest = max(job.job.nbytes for job in jobs)
-        with Staging(device, stream, 2 * LANES, max(largest, _LEAST_BYTES)) as staging:
-            for place, make in self._small:
-                staging.put(place.address, make())
-            total, done = sum(job.job.nbytes for job in jobs), 0
-            plan = [job.job for job in jobs]
-            reads = read_jobs(self._reader.path, plan, staging.take, ahead=staging.slots)
-            with closing(reads):  # lanes have stopped before their buffers go
-                for target, (job, _) in zip(jobs, reads, strict=True):
-                    staging.send(target.address, job.nbytes)
-                    done += job.nbytes
-                    if progress is not None:
-                        progress(done, total)
+        for place, make in self._small:
+            stream.upload(place.address, np.frombuffer(make(), dtype=np.uint8))
+        staging = Staging(device, stream, 2 * LANES, largest)
+        total, done = sum(job.job.nbytes for job in jobs), 0
+        plan = [job.job for job in jobs]
+        reads = read_jobs(self._reader.path, plan, staging.take, ahead=staging.slots)
+        with closing(reads):  # lanes have stopped before anybody frees their buffers
+            for target, (job, _) in zip(jobs, reads, strict=True):
+                staging.send(target.address, job.nbytes)
+                done += job.nbytes
+                if progress is not None:
+                    progress(done, total)
+        return staging
 
     def check_rows(self, runs: Sequence[tuple[Run, TensorEntry, int, int]], buffer: U8) -> None:
         """Check what a job read: runs of (where, tensor, first row, row behind the last)."""
@@ -179,9 +182,6 @@ class DeviceSource:
         if key not in self._books:
             self._books[key] = self.table(len(books), lambda: books)
         return self._books[key]
-
-
-_LEAST_BYTES = 1 << 16  # of a staging buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ def test_every_intermediate_is_that_of_the_cpu(
     """Through the first window of 128, and past what the indexer leaves unchosen."""
     found: dict[str, list[Any]] = {}
     wanted: dict[str, list[Any]] = {}
-    for engine, seen in ((load(micro_path), found), (micro_engine, wanted)):
+    pair: list[tuple[Any, Any]] = [(load(micro_path), found), (micro_engine, wanted)]
+    for engine, seen in pair:
         state = engine.new_state()
         for part in (PROMPT[:130], PROMPT[130:131]):
 
