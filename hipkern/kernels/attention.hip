@@ -1,23 +1,25 @@
 // Owns attention of one token at a time over its window rows and compressed entries, with a sink per
 // head and the turning back of values. Which entries is index.hip's, what they are compress.hip's.
 //
-// Built for DS4Q_HEAD_DIM = D, a multiple of 4 (default 512). A token sees n keys: its window's rows
-// from the oldest on, then `chosen` [T][topk] or, where that is null (topk 0), the first entries.
-// Chunk c is keys 16 c .. 16 c + 15 of that list, so what a token adds up does not depend on its
-// neighbours. `chunks` is what partial has room for, >= ceil(n / 16) of every token. Token t of the
-// launch stands at step->first + offset + t. Base pointers 16-byte aligned.
+// Built for DS4Q_HEAD_DIM = D, a multiple of 4, at most 512 (default 512). A token sees n keys: its
+// window's rows from the oldest on, then `chosen` [T][topk] or, where that is null (topk 0), the
+// first entries. Chunk c is keys 16 c .. 16 c + 15 of that list, so what a token adds up does not
+// depend on its neighbours. `chunks` is what partial has room for, >= ceil(n / 16) of every token.
+// Token t of the launch stands at step->first + offset + t. Base pointers 16-byte aligned.
 //
-// attend: grid (X, ceil(heads / 16), T) with any X, block 128, LDS 33792 or 9216.
-//   Block x takes chunks x, x + X, ..: keys are staged in shared memory and serve 16 heads, four to a
-//   group of lanes. q [T][heads][D] is normed per head (no weight) and turned by cos, sin [T][pairs].
+// attend: grid (X, ceil(heads / 16), T) with any X, block 256, LDS 36992 or 20608.
+//   Block x takes chunks x, x + X, ..: keys are staged in shared memory and serve 16 heads. Group g
+//   has heads 4 (g % 4) .. + 3 and half g / 4 of the columns: lane l owns columns 128 j + 4 l +
+//   (0 .. 3) of its half, whose width is D / 2 rounded up to whole 128. q [T][heads][D] is normed per
+//   head (no weight) and turned by cos, sin [T][pairs].
 //   partial [T][chunks][heads][D + 4]: sum of w_i k_i, then max_i s_i, sum of w_i, with
-//   s_i = q . k_i / sqrt(D), w_i = exp(s_i - max). Lane l owns columns 128 j + 4 l + (0 .. 3); dot
-//   products and squares: a lane's columns ascending, fused, then lanes pairwise at distance 16, 8,
-//   4, 2, 1 (squares: ds4q_group_sum); sums over keys: k_i ascending, fused; w_i: keys i and i + 8,
+//   s_i = q . k_i / (rms(q) sqrt(D)), w_i = exp(s_i - max). Dot products: a lane's columns ascending,
+//   fused, then lanes pairwise at distance 16, 8, 4, 2, 1, then both halves; squares: a lane's in
+//   order, fused, ds4q_group_sum, halves. Sums over keys: k_i ascending, fused; w_i: keys i and i + 8,
 //   then pairwise at distance 1, 2, 4.
-// attend_combine: grid (ceil(D / 128), heads, T), block 128, LDS 2560. out [T][heads][D] = sum over
+// attend_combine: grid (ceil(D / 128), heads, T), block 256, LDS 5120. out [T][heads][D] = sum over
 //   chunks of exp(max_c - M) partial_c / (exp(sink - M) + the same of the w), M over chunks and sink;
-//   turned back. Group g takes chunks g, g + 4, .. in order, fused; then the groups in order.
+//   turned back. Group g takes chunks g, g + 8, .. in order, fused; then the groups in order.
 // Measured: not yet on a device; nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 #include "ds4q_state.h"
@@ -25,10 +27,11 @@
 #ifndef DS4Q_HEAD_DIM
 #define DS4Q_HEAD_DIM 512
 #endif
-#define ATTEND_QUADS ((DS4Q_HEAD_DIM + 127) / 128)  // of a lane
-#define ATTEND_COLUMNS (128 * ATTEND_QUADS)         // of a staged key, zeros past D
+#define ATTEND_QUADS ((DS4Q_HEAD_DIM + 255) / 256)  // of a lane
+#define ATTEND_HALF (128 * ATTEND_QUADS)            // columns of a group
+#define ATTEND_COLUMNS (2 * ATTEND_HALF)            // of a staged key, zeros past D
 #define ATTEND_KEYS 16                              // of a chunk
-#define ATTEND_HEADS 4                              // of a group of lanes
+#define ATTEND_HEADS 4                              // of a group
 #define ATTEND_STRIDE (DS4Q_HEAD_DIM + 4)           // floats of a head's partial result
 
 // Stages the keys of one chunk, zeros past the last.
@@ -36,60 +39,59 @@ DS4Q_FN void attend_stage(float* keys, const ds4q_layer_state* state, ds4q_sight
                           const int* chosen, int begin) {
   const float* window = state->window;
   const float* entries = state->entries;
-  int slots = state->window_rows;
-  DS4Q_UNROLL
+  // Lane l looks up where key l % 16 lies: an entry, or -1 - the window's slot.
+  int own = begin + (int)ds4q_lane() % ATTEND_KEYS, entry = own - sight.rows;
+  int slots = state->window_rows, slot = sight.oldest % slots + own;
+  int place = -1 - (slot < slots ? slot : slot - slots);
+  if (entry >= 0 && entry < sight.entries) place = chosen ? chosen[entry] : entry;
+  DS4Q_ROLLED
   for (int i = 0; i < ATTEND_KEYS * ATTEND_QUADS / 4; i++) {
-    int quad = (int)ds4q_thread() + 128 * i;
-    int key = begin + quad / (ATTEND_COLUMNS / 4), column = 4 * (quad % (ATTEND_COLUMNS / 4));
-    float* to = keys + 4 * quad;
-    if (key < sight.rows + sight.entries && column < DS4Q_HEAD_DIM) {
-      const float* row;
-      if (key < sight.rows) {
-        row = window + (ds4q_u64)((sight.oldest + key) % slots) * DS4Q_HEAD_DIM;
-      } else {
-        int entry = key - sight.rows;
-        row = entries + (ds4q_u64)(chosen ? chosen[entry] : entry) * DS4Q_HEAD_DIM;
-      }
-      ds4q_copy16(to, row + column);
+    int quad = (int)ds4q_thread() + 256 * i;
+    int key = quad / (ATTEND_COLUMNS / 4), column = 4 * (quad % (ATTEND_COLUMNS / 4));
+    int at = (int)ds4q_shuffle_bits((ds4q_u32)place, (ds4q_u32)key);
+    const float* row = at < 0 ? window : entries;
+    row += (ds4q_u64)(at < 0 ? -1 - at : at) * DS4Q_HEAD_DIM;
+    if (begin + key < sight.rows + sight.entries && column < DS4Q_HEAD_DIM) {
+      ds4q_copy16(keys + 4 * quad, row + column);
     } else {
-      ds4q_store4(to, ds4q_quad{});
+      ds4q_store4(keys + 4 * quad, ds4q_quad{});
     }
   }
   ds4q_copy_commit();
 }
 
-// Queries of this group's heads, normed and turned; zeros past the last head.
-DS4Q_FN void attend_load(ds4q_quad (*q)[ATTEND_QUADS], const float* from, int live, int pairs,
-                         const float* cos, const float* sin, float eps) {
+// This group's half of its heads' queries; zeros past the last head or column.
+DS4Q_FN void attend_load(ds4q_quad (*q)[ATTEND_QUADS], const float* from, int live, int low) {
   DS4Q_UNROLL
   for (int h = 0; h < ATTEND_HEADS; h++) {
     DS4Q_UNROLL
     for (int j = 0; j < ATTEND_QUADS; j++) {
-      int column = 128 * j + 4 * (int)ds4q_lane();
+      int column = low + 128 * j + 4 * (int)ds4q_lane();
       bool inside = h < live && column < DS4Q_HEAD_DIM;
       q[h][j] = inside ? ds4q_load4(from + h * DS4Q_HEAD_DIM + column) : ds4q_quad{};
     }
   }
+}
+
+// Turns them; sums of their squares go to `squares` [4].
+DS4Q_FN void attend_turn(ds4q_quad (*q)[ATTEND_QUADS], int low, int pairs, const float* cos,
+                         const float* sin, float* squares) {
   DS4Q_UNROLL
   for (int h = 0; h < ATTEND_HEADS; h++) {
-    float squares = 0.0f;
+    float sum = 0.0f;
     DS4Q_UNROLL
     for (int j = 0; j < ATTEND_QUADS; j++) {
       DS4Q_UNROLL
-      for (int i = 0; i < 4; i++) squares = ds4q_fma(q[h][j].v[i], q[h][j].v[i], squares);
+      for (int i = 0; i < 4; i++) sum = ds4q_fma(q[h][j].v[i], q[h][j].v[i], sum);
     }
-    float r = ds4q_inverse_rms(ds4q_group_sum(squares), DS4Q_HEAD_DIM, eps);
-    DS4Q_UNROLL
-    for (int j = 0; j < ATTEND_QUADS; j++) {
-      DS4Q_UNROLL
-      for (int i = 0; i < 4; i++) q[h][j].v[i] = q[h][j].v[i] * r;
-    }
+    sum = ds4q_group_sum(sum);
+    if (ds4q_lane() == 0) squares[h] = sum;
   }
   DS4Q_UNROLL
   for (int j = 0; j < ATTEND_QUADS; j++) {
     DS4Q_UNROLL
     for (int i = 0; i < 4; i += 2) {
-      int column = 128 * j + 4 * (int)ds4q_lane() + i;
+      int column = low + 128 * j + 4 * (int)ds4q_lane() + i;
       int pair = (column - (DS4Q_HEAD_DIM - 2 * pairs)) / 2;
       if (column < DS4Q_HEAD_DIM - 2 * pairs || column >= DS4Q_HEAD_DIM) continue;
       float c = cos[pair], s = sin[pair];
@@ -130,56 +132,41 @@ DS4Q_FN float attend_dots(const ds4q_quad (*q)[ATTEND_QUADS], const float* keys)
   return ds4q_fold(even, odd, 1);
 }
 
-DS4Q_KERNEL(attend, 128,
-            (const float* q, const ds4q_layer_state* state, const ds4q_step* step,
-             const int* chosen, const float* cos, const float* sin, float* partial, int heads,
-             int pairs, int reach, int ratio, int topk, int chunks, int offset, float eps)) {
-  DS4Q_SHARED(float, keys, ATTEND_KEYS * ATTEND_COLUMNS);
-  DS4Q_SHARED(float, shares, 4 * ATTEND_KEYS * ATTEND_HEADS);
-  int t = (int)ds4q_block_z(), lane = (int)ds4q_lane(), group = (int)(ds4q_thread() / DS4Q_LANES);
-  ds4q_sight sight = ds4q_sight_of(step->first + offset + t, reach, ratio, topk);
-  int seen = sight.rows + sight.entries;
-  int head = (4 * (int)ds4q_block_y() + group) * ATTEND_HEADS;
-  int live = heads - head < ATTEND_HEADS ? heads - head : ATTEND_HEADS;  // below 1: nothing to do
-  const int* list = chosen ? chosen + (ds4q_u64)t * topk : chosen;
-  float scale = 1.0f / ds4q_sqrt((float)DS4Q_HEAD_DIM);
-  ds4q_quad queries[ATTEND_HEADS][ATTEND_QUADS];
-  bool loaded = false;
-  for (int begin = (int)ds4q_block_x() * ATTEND_KEYS; begin < seen;
-       begin += ATTEND_KEYS * (int)ds4q_blocks_x()) {
-    attend_stage(keys, state, sight, list, begin);
-    if (!loaded) {
-      attend_load(queries, q + ((ds4q_u64)t * heads + head) * DS4Q_HEAD_DIM, live, pairs,
-                  cos + (ds4q_u64)t * pairs, sin + (ds4q_u64)t * pairs, eps);
-      loaded = true;
-    }
-    ds4q_copy_wait<0>();
-    ds4q_barrier();
-    // Lane l: head l / 8, keys l % 8 and l % 8 + 8 of the chunk.
-    float low = attend_dots(queries, keys) * scale;
-    float high = attend_dots(queries, keys + 8 * ATTEND_COLUMNS) * scale;
-    if (begin + lane % 8 >= seen) low = -ds4q_infinity();
-    if (begin + lane % 8 + 8 >= seen) high = -ds4q_infinity();
-    float top = ds4q_max(low, high);
-    DS4Q_UNROLL
-    for (ds4q_u32 d = 1; d < 8; d *= 2) top = ds4q_max(top, ds4q_shuffle(top, ds4q_lane() ^ d));
-    low = ds4q_exp(low - top);
-    high = ds4q_exp(high - top);
-    float total = low + high;
-    DS4Q_UNROLL
-    for (ds4q_u32 d = 1; d < 8; d *= 2) total = total + ds4q_shuffle(total, ds4q_lane() ^ d);
-    float* own = shares + group * (ATTEND_KEYS * ATTEND_HEADS);
-    own[lane % 8 * ATTEND_HEADS + lane / 8] = low;
-    own[(lane % 8 + 8) * ATTEND_HEADS + lane / 8] = high;
-    ds4q_group_barrier();
+// The softmax weights of a chunk: lane l has those of head l / 8, keys l % 8 and l % 8 + 8.
+struct attend_shares {
+  float low, high, top, total;
+};
+DS4Q_FN attend_shares attend_weigh(float low, float high, int left) {
+  attend_shares found;
+  int key = (int)ds4q_lane() % 8;
+  if (key >= left) low = -ds4q_infinity();
+  if (key + 8 >= left) high = -ds4q_infinity();
+  found.top = ds4q_max(low, high);
+  DS4Q_UNROLL
+  for (ds4q_u32 d = 1; d < 8; d *= 2) {
+    found.top = ds4q_max(found.top, ds4q_shuffle(found.top, ds4q_lane() ^ d));
+  }
+  found.low = ds4q_exp(low - found.top);
+  found.high = ds4q_exp(high - found.top);
+  found.total = found.low + found.high;
+  DS4Q_UNROLL
+  for (ds4q_u32 d = 1; d < 8; d *= 2) {
+    found.total = found.total + ds4q_shuffle(found.total, ds4q_lane() ^ d);
+  }
+  return found;
+}
 
-    ds4q_quad mixed[ATTEND_HEADS][ATTEND_QUADS] = {};
-    DS4Q_ROLLED
-    for (int key = 0; key < ATTEND_KEYS; key++) {
-      ds4q_quad w = ds4q_load4(own + key * ATTEND_HEADS);
+// Writes this group's half of the weighted sum over a chunk's keys; `shares` [16][4] by key and head.
+DS4Q_FN void attend_mix(const float* keys, const float* shares, float* out, int live, int low) {
+  ds4q_quad mixed[ATTEND_HEADS][ATTEND_QUADS] = {};
+  DS4Q_ROLLED
+  for (int first = 0; first < ATTEND_KEYS; first += 4) {
+    DS4Q_UNROLL
+    for (int key = first; key < first + 4; key++) {
+      ds4q_quad w = ds4q_load4(shares + key * ATTEND_HEADS);
       DS4Q_UNROLL
       for (int j = 0; j < ATTEND_QUADS; j++) {
-        ds4q_quad k = ds4q_load4(keys + key * ATTEND_COLUMNS + 128 * j + 4 * lane);
+        ds4q_quad k = ds4q_load4(keys + key * ATTEND_COLUMNS + 128 * j + 4 * ds4q_lane());
         DS4Q_UNROLL
         for (int h = 0; h < ATTEND_HEADS; h++) {
           DS4Q_UNROLL
@@ -189,52 +176,112 @@ DS4Q_KERNEL(attend, 128,
         }
       }
     }
-    float* out = partial + (((ds4q_u64)t * chunks + begin / ATTEND_KEYS) * heads + head) *
-                               ATTEND_STRIDE;
+  }
+  DS4Q_UNROLL
+  for (int h = 0; h < ATTEND_HEADS; h++) {
     DS4Q_UNROLL
-    for (int h = 0; h < ATTEND_HEADS; h++) {
-      if (h >= live) continue;
-      DS4Q_UNROLL
-      for (int j = 0; j < ATTEND_QUADS; j++) {
-        int column = 128 * j + 4 * lane;
-        if (column < DS4Q_HEAD_DIM) ds4q_store4(out + h * ATTEND_STRIDE + column, mixed[h][j]);
+    for (int j = 0; j < ATTEND_QUADS; j++) {
+      int column = low + 128 * j + 4 * (int)ds4q_lane();
+      if (h < live && column < DS4Q_HEAD_DIM) {
+        ds4q_store4(out + h * ATTEND_STRIDE + column, mixed[h][j]);
       }
     }
-    if (lane % 8 == 0 && lane / 8 < live) {
-      out[lane / 8 * ATTEND_STRIDE + DS4Q_HEAD_DIM] = top;
-      out[lane / 8 * ATTEND_STRIDE + DS4Q_HEAD_DIM + 1] = total;
-    }
-    ds4q_barrier();  // keys are read before the next chunk's arrive
   }
 }
 
-DS4Q_KERNEL(attend_combine, 128,
+DS4Q_KERNEL(attend, 256,
+            (const float* q, const ds4q_layer_state* state, const ds4q_step* step,
+             const int* chosen, const float* cos, const float* sin, float* partial, int heads,
+             int pairs, int reach, int ratio, int topk, int chunks, int offset, float eps)) {
+  DS4Q_SHARED(float, keys, ATTEND_KEYS * ATTEND_COLUMNS);
+  DS4Q_SHARED(float, dots, 8 * 64);  // [group][low or high][lane]
+  DS4Q_SHARED(float, shares, 8 * ATTEND_KEYS * ATTEND_HEADS);
+  DS4Q_SHARED(float, squares, 8 * ATTEND_HEADS);
+  int t = (int)ds4q_block_z(), lane = (int)ds4q_lane(), group = (int)(ds4q_thread() / DS4Q_LANES);
+  int head = (4 * (int)ds4q_block_y() + group % 4) * ATTEND_HEADS, half = group / 4 * ATTEND_HALF;
+  int live = heads - head < ATTEND_HEADS ? heads - head : ATTEND_HEADS;  // below 1: none
+  ds4q_quad queries[ATTEND_HEADS][ATTEND_QUADS];  // asked for first: they wait for nothing
+  attend_load(queries, q + ((ds4q_u64)t * heads + head) * DS4Q_HEAD_DIM, live, half);
+  ds4q_sight sight = ds4q_sight_of(step->first + offset + t, reach, ratio, topk);
+  int seen = sight.rows + sight.entries;
+  if ((int)ds4q_block_x() * ATTEND_KEYS >= seen) return;
+  const int* list = chosen ? chosen + (ds4q_u64)t * topk : chosen;
+  attend_stage(keys, state, sight, list, (int)ds4q_block_x() * ATTEND_KEYS);
+  attend_turn(queries, half, pairs, cos + (ds4q_u64)t * pairs, sin + (ds4q_u64)t * pairs,
+              squares + ATTEND_HEADS * group);
+  float* own = shares + group * (ATTEND_KEYS * ATTEND_HEADS);
+  for (int begin = (int)ds4q_block_x() * ATTEND_KEYS; begin < seen;) {
+    ds4q_copy_wait<0>();
+    ds4q_barrier();
+    float sum = squares[ATTEND_HEADS * (group % 4) + lane / 8] +
+                squares[ATTEND_HEADS * (group % 4 + 4) + lane / 8];
+    float scale = ds4q_inverse_rms(sum, DS4Q_HEAD_DIM, eps) / ds4q_sqrt((float)DS4Q_HEAD_DIM);
+    dots[64 * group + lane] = attend_dots(queries, keys + half);
+    dots[64 * group + 32 + lane] = attend_dots(queries, keys + half + 8 * ATTEND_COLUMNS);
+    ds4q_barrier();
+    // Both groups of a head weigh all keys, each for its own columns.
+    const float* first = dots + 64 * (group % 4) + lane;
+    attend_shares found = attend_weigh((first[0] + first[256]) * scale,
+                                       (first[32] + first[256 + 32]) * scale, seen - begin);
+    own[lane % 8 * ATTEND_HEADS + lane / 8] = found.low;
+    own[(lane % 8 + 8) * ATTEND_HEADS + lane / 8] = found.high;
+    ds4q_group_barrier();
+    float* out = partial + (((ds4q_u64)t * chunks + begin / ATTEND_KEYS) * heads + head) *
+                               ATTEND_STRIDE;
+    attend_mix(keys + half, own, out, live, half);
+    if (half == 0 && lane % 8 == 0 && lane / 8 < live) {
+      out[lane / 8 * ATTEND_STRIDE + DS4Q_HEAD_DIM] = found.top;
+      out[lane / 8 * ATTEND_STRIDE + DS4Q_HEAD_DIM + 1] = found.total;
+    }
+    begin += ATTEND_KEYS * (int)ds4q_blocks_x();
+    if (begin >= seen) break;
+    ds4q_barrier();  // keys are read before the next chunk's arrive
+    attend_stage(keys, state, sight, list, begin);
+  }
+}
+
+#define COMBINE_GROUPS 8
+#define COMBINE_BATCH 4  // chunks whose loads are under way together
+
+DS4Q_KERNEL(attend_combine, 256,
             (const float* partial, const float* sink, const ds4q_step* step, const float* cos,
              const float* sin, float* out, int heads, int pairs, int reach, int ratio, int topk,
              int chunks, int offset)) {
-  DS4Q_SHARED(ds4q_quad, sums, 4 * DS4Q_LANES);
-  DS4Q_SHARED(float, totals, 4 * DS4Q_LANES);
+  DS4Q_SHARED(ds4q_quad, sums, COMBINE_GROUPS * DS4Q_LANES);
+  DS4Q_SHARED(float, totals, COMBINE_GROUPS * DS4Q_LANES);
   int t = (int)ds4q_block_z(), head = (int)ds4q_block_y();
   int lane = (int)ds4q_lane(), group = (int)(ds4q_thread() / DS4Q_LANES);
   int column = 128 * (int)ds4q_block_x() + 4 * lane;
   ds4q_sight sight = ds4q_sight_of(step->first + offset + t, reach, ratio, topk);
   int count = (sight.rows + sight.entries + ATTEND_KEYS - 1) / ATTEND_KEYS;
   const float* from = partial + ((ds4q_u64)t * chunks * heads + head) * ATTEND_STRIDE;
-  ds4q_u64 step_floats = (ds4q_u64)heads * ATTEND_STRIDE;
+  ds4q_u64 next = (ds4q_u64)heads * ATTEND_STRIDE;
   float top = sink[head];
   for (int c = lane; c < count; c += DS4Q_LANES) {
-    top = ds4q_max(top, from[c * step_floats + DS4Q_HEAD_DIM]);
+    top = ds4q_max(top, from[c * next + DS4Q_HEAD_DIM]);
   }
   top = ds4q_group_max(top);
   ds4q_quad sum = {};
   float total = 0.0f;
-  for (int c = group; c < count; c += 4) {
-    const float* part = from + c * step_floats;
-    float factor = ds4q_exp(part[DS4Q_HEAD_DIM] - top);
-    total = ds4q_fma(part[DS4Q_HEAD_DIM + 1], factor, total);
-    ds4q_quad mixed = column < DS4Q_HEAD_DIM ? ds4q_load4(part + column) : ds4q_quad{};
+  DS4Q_ROLLED
+  for (int begin = group; begin < count; begin += COMBINE_BATCH * COMBINE_GROUPS) {
+    ds4q_quad mixed[COMBINE_BATCH];
+    float highest[COMBINE_BATCH], weight[COMBINE_BATCH];
     DS4Q_UNROLL
-    for (int i = 0; i < 4; i++) sum.v[i] = ds4q_fma(mixed.v[i], factor, sum.v[i]);
+    for (int i = 0; i < COMBINE_BATCH; i++) {
+      int c = begin + COMBINE_GROUPS * i;
+      const float* part = from + c * next;
+      highest[i] = c < count ? part[DS4Q_HEAD_DIM] : -ds4q_infinity();
+      weight[i] = c < count ? part[DS4Q_HEAD_DIM + 1] : 0.0f;
+      mixed[i] = c < count && column < DS4Q_HEAD_DIM ? ds4q_load4(part + column) : ds4q_quad{};
+    }
+    DS4Q_UNROLL
+    for (int i = 0; i < COMBINE_BATCH; i++) {
+      float factor = ds4q_exp(highest[i] - top);
+      total = ds4q_fma(weight[i], factor, total);
+      DS4Q_UNROLL
+      for (int j = 0; j < 4; j++) sum.v[j] = ds4q_fma(mixed[i].v[j], factor, sum.v[j]);
+    }
   }
   sums[ds4q_thread()] = sum;
   totals[ds4q_thread()] = total;
@@ -242,11 +289,16 @@ DS4Q_KERNEL(attend_combine, 128,
   if (group != 0 || column >= DS4Q_HEAD_DIM) return;
   total = ds4q_exp(sink[head] - top);
   ds4q_quad all = {};
-  for (int g = 0; g < 4; g++) {
+  DS4Q_UNROLL
+  for (int g = 0; g < COMBINE_GROUPS; g++) {
     total = total + totals[DS4Q_LANES * g + lane];
-    for (int i = 0; i < 4; i++) all.v[i] = all.v[i] + sums[DS4Q_LANES * g + lane].v[i];
+    ds4q_quad one = sums[DS4Q_LANES * g + lane];
+    DS4Q_UNROLL
+    for (int i = 0; i < 4; i++) all.v[i] = all.v[i] + one.v[i];
   }
+  DS4Q_UNROLL
   for (int i = 0; i < 4; i++) all.v[i] = all.v[i] / total;
+  DS4Q_UNROLL
   for (int i = 0; i < 4; i += 2) {
     int pair = (column + i - (DS4Q_HEAD_DIM - 2 * pairs)) / 2;
     if (column + i < DS4Q_HEAD_DIM - 2 * pairs) continue;

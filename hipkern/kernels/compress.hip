@@ -13,14 +13,16 @@
 //   not wait for each other. cos, sin [T][pairs] at the tokens; window_cos, window_sin [windows]
 //   [pairs] at the first token of each window completed by the batch. D, index_width <= 1024,
 //   multiples of 4. Base pointers 16-byte aligned.
-//   Sums: over a window in order of position, fused; squares: a thread's columns in order, fused,
-//   then ds4q_block_sum.
+//   Sums: over a window in order of position, fused; before each eight of them what is summed so far
+//   is scaled from the old maximum to the new. Squares: a thread's columns in order, fused, then
+//   ds4q_block_sum.
 // Measured: not yet on a device; nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 #include "ds4q_state.h"
 
 #define LATENT_THREADS 512
 #define LATENT_WIDTH 1024
+#define LATENT_BATCH 8  // positions whose loads are under way together
 
 // RMSNorm; thread i owns columns i, i + 512, ..
 DS4Q_FN void latent_norm(const float* x, const float* weight, float* out, int width, float eps,
@@ -29,7 +31,7 @@ DS4Q_FN void latent_norm(const float* x, const float* weight, float* out, int wi
   for (int c = (int)ds4q_thread(); c < width; c += LATENT_THREADS) {
     squares = ds4q_fma(x[c], x[c], squares);
   }
-  float r = ds4q_inverse_rms(ds4q_block_sum(squares, room), width, eps);
+  float r = ds4q_inverse_rms(ds4q_block_sum<LATENT_THREADS / DS4Q_LANES>(squares, room), width, eps);
   for (int c = (int)ds4q_thread(); c < width; c += LATENT_THREADS) out[c] = weight[c] * (x[c] * r);
 }
 
@@ -51,36 +53,37 @@ struct latent_rows {  // raw rows by position
   const float *old_values, *old_gates;
   int first, ratio, columns, slots;
 };
-DS4Q_FN float latent_gate(const latent_rows& rows, int position, int column) {
-  if (position < rows.first) {
-    return rows.old_gates[(ds4q_u64)(position % rows.slots) * rows.columns + column];
-  }
-  return rows.gates[(ds4q_u64)(position - rows.first) * rows.columns + column] +
-         rows.ape[position % rows.ratio * rows.columns + column];
-}
-DS4Q_FN float latent_value(const latent_rows& rows, int position, int column) {
-  if (position < rows.first) {
-    return rows.old_values[(ds4q_u64)(position % rows.slots) * rows.columns + column];
-  }
-  return rows.values[(ds4q_u64)(position - rows.first) * rows.columns + column];
-}
 
 // The window whose last token is `last`, pooled to `entry` [width].
 DS4Q_FN void latent_pool(const latent_rows& rows, int last, int width, float* entry) {
   int own = last + 1 - rows.ratio;
   int start = rows.columns > width && own > 0 ? own - rows.ratio : own;
-  int shift = rows.columns - width;
   for (int c = (int)ds4q_thread(); c < width; c += LATENT_THREADS) {
-    float top = -ds4q_infinity();
-    for (int p = start; p <= last; p++) {
-      top = ds4q_max(latent_gate(rows, p, p < own ? c : c + shift), top);
-    }
-    float total = 0.0f, sum = 0.0f;
-    for (int p = start; p <= last; p++) {
-      int column = p < own ? c : c + shift;
-      float weight = ds4q_exp(latent_gate(rows, p, column) - top);
-      total = total + weight;
-      sum = ds4q_fma(weight, latent_value(rows, p, column), sum);
+    float top = -ds4q_infinity(), total = 0.0f, sum = 0.0f;
+    DS4Q_ROLLED
+    for (int begin = start; begin <= last; begin += LATENT_BATCH) {
+      float gate[LATENT_BATCH], value[LATENT_BATCH];
+      DS4Q_UNROLL
+      for (int i = 0; i < LATENT_BATCH; i++) {  // loads first: a window's rows lie far apart
+        int p = begin + i, column = p < own ? c : c + rows.columns - width;
+        bool old = p < rows.first;
+        ds4q_u64 at = (ds4q_u64)(old ? p % rows.slots : p - rows.first) * rows.columns + column;
+        gate[i] = p <= last ? (old ? rows.old_gates : rows.gates)[at] : -ds4q_infinity();
+        value[i] = p <= last ? (old ? rows.old_values : rows.values)[at] : 0.0f;
+        if (p <= last && !old) gate[i] = gate[i] + rows.ape[p % rows.ratio * rows.columns + column];
+      }
+      float before = top;
+      DS4Q_UNROLL
+      for (int i = 0; i < LATENT_BATCH; i++) top = ds4q_max(gate[i], top);
+      float fade = ds4q_exp(before - top);  // 0 at first
+      total = total * fade;
+      sum = sum * fade;
+      DS4Q_UNROLL
+      for (int i = 0; i < LATENT_BATCH; i++) {
+        float weight = ds4q_exp(gate[i] - top);
+        total = total + weight;
+        sum = ds4q_fma(weight, value[i], sum);
+      }
     }
     entry[c] = sum / total;
   }

@@ -16,16 +16,15 @@ struct alignas(16) ds4q_quad {  // moved by one 128-bit access
 DS4Q_FN ds4q_quad ds4q_load4(const float* from) { return *(const ds4q_quad*)from; }
 DS4Q_FN void ds4q_store4(float* to, ds4q_quad quad) { *(ds4q_quad*)to = quad; }
 
-// Sum over a block of whole groups, in every thread: the tree of ds4q_group_sum inside each group,
-// then the groups in ascending order. `room` is shared memory for one float a group; it may be used
-// again after the block's next barrier.
+// Sum over a block of GROUPS groups, in every thread: ds4q_group_sum inside each group, and once more
+// over the groups' sums. `room` is shared memory for GROUPS floats; it may be used again after the
+// block's next barrier.
+template <ds4q_u32 GROUPS>
 DS4Q_FN float ds4q_block_sum(float v, float* room) {
   v = ds4q_group_sum(v);
   if (ds4q_lane() == 0) room[ds4q_thread() / DS4Q_LANES] = v;
   ds4q_barrier();
-  float total = 0.0f;
-  for (ds4q_u32 g = 0; g < ds4q_threads() / DS4Q_LANES; g++) total = total + room[g];
-  return total;
+  return ds4q_group_sum(ds4q_lane() < GROUPS ? room[ds4q_lane()] : 0.0f);
 }
 
 // One level of a sum over lanes that each hold several values: a lane keeps `low` or `high` by a bit

@@ -100,10 +100,12 @@ DS4Q_FN void hc_weigh(const float* x, const float* partial, const float* scale, 
                       int rows, int d, int slices, float hc_eps, float norm_eps) {
   ds4q_u64 t = ds4q_block_y();
   const float* streams = x + t * DS4Q_STREAMS * (ds4q_u32)d;
-  ds4q_quad v[HC_QUADS][DS4Q_STREAMS];  // asked for before anything is waited for
+  // All loads are asked for before anything is waited for.
+  ds4q_quad v[HC_QUADS][DS4Q_STREAMS], weights[HC_QUADS];
   DS4Q_UNROLL
   for (int q = 0; q < HC_QUADS; q++) {
     int column = 4 * (int)(ds4q_thread() + 1024 * q);
+    weights[q] = column < d ? ds4q_load4(norm + column) : ds4q_quad{};
     DS4Q_UNROLL
     for (int j = 0; j < DS4Q_STREAMS; j++) {
       v[q][j] = column < d ? ds4q_load4(streams + (ds4q_u64)j * d + column) : ds4q_quad{};
@@ -128,15 +130,14 @@ DS4Q_FN void hc_weigh(const float* x, const float* partial, const float* scale, 
     DS4Q_UNROLL
     for (int i = 0; i < 4; i++) squares = ds4q_fma(sum[q].v[i], sum[q].v[i], squares);
   }
-  float r = ds4q_inverse_rms(ds4q_block_sum(squares, room), d, norm_eps);
+  float r = ds4q_inverse_rms(ds4q_block_sum<32>(squares, room), d, norm_eps);
   DS4Q_UNROLL
   for (int q = 0; q < HC_QUADS; q++) {
     int column = 4 * (int)(ds4q_thread() + 1024 * q);
     if (column >= d) continue;
     if (collapsed) ds4q_store4(collapsed + t * (ds4q_u32)d + column, sum[q]);
-    ds4q_quad weights = ds4q_load4(norm + column);
     DS4Q_UNROLL
-    for (int i = 0; i < 4; i++) sum[q].v[i] = weights.v[i] * (sum[q].v[i] * r);
+    for (int i = 0; i < 4; i++) sum[q].v[i] = weights[q].v[i] * (sum[q].v[i] * r);
     ds4q_store4(normed + t * (ds4q_u32)d + column, sum[q]);
   }
 }

@@ -2,18 +2,21 @@
 // topk of them. What the entries are is compress.hip's; projections are linear.hip's.
 //
 // Token t of a launch stands at step->first + offset + t and sees count = (position + 1) / ratio
-// entries. q [T][heads][width], gates [T][heads], scores [T][stride], chosen [T][topk]; cos, sin
-// [T][pairs]. heads <= 64; width <= 128, a multiple of 4. Base pointers 16-byte aligned.
+// entries. q [T][heads][width], gates [T][heads], scores [T][stride], stride a multiple of
+// 4, chosen [T][topk]; cos, sin
+// [T][pairs]. heads <= 64; width <= 128, a multiple of 4. Base pointers 16-byte
+// aligned.
 //
 // index_scores: grid (X, T) with any X, block 256, LDS 8704. Nothing while count <= topk. Block x takes
 //   keys 16 c .. 16 c + 15 for c = x, x + X, ..; eight heads, turned, in each group's registers.
 //   score_w = sum over heads of gate / sqrt(width heads) * max(0, q . k_w). Dot products: lane l owns
 //   columns 4 l + (0 .. 3), fused, then lanes pairwise at distance 16, 8, 4, 2, 1. Heads: 8 g .. 8 g +
 //   7 pairwise at distance 1, 2, 4, then g ascending.
-// index_select: grid (1, T), block 512, LDS 1160. The topk greatest, lower index first on ties, NaN
+// index_select: grid (1, T), block 512, LDS 1164. The topk greatest, lower index first on ties, NaN
 //   below every number; ascending in chosen, -1 past count. Where count <= topk all are chosen.
-//   Narrows a range of ordered keys by histograms of 256 bins until one key is the topk-th; counters
-//   are integers, so the order in which threads count cannot show.
+//   Narrows a range of ordered keys by histograms of 256 bins until all of one bin, or one key, is
+//   wanted; counters are integers, so the order in which threads count cannot show. Group g has
+//   entries g run .. of a run of whole 128; the first 128 of them stay in registers.
 // Measured: not yet on a device; nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 #include "ds4q_state.h"
@@ -22,6 +25,7 @@
 #define INDEX_WIDTH 128
 #define INDEX_HEADS 8  // of a group
 #define SELECT_THREADS 512
+#define SELECT_GROUPS (SELECT_THREADS / DS4Q_LANES)
 #define SELECT_BINS 256
 
 DS4Q_FN int index_count(const ds4q_step* step, int offset, int ratio) {
@@ -136,58 +140,140 @@ DS4Q_FN ds4q_u32 select_scan(ds4q_u32 v) {
   return v;
 }
 
-// The bin, from the top, that holds the `wanted`-th key, and the number wanted of that bin: to
-// found[0] and found[1]. One group; a lane has eight bins.
+// The keys of a group's run, four to a lane at a time; 0, below every key, past the count.
+struct select_keys {
+  ds4q_u32 v[4];
+};
+struct select_run {
+  const float* row;
+  int begin, steps, count;
+  select_keys first;  // of step 0
+};
+DS4Q_FN select_keys select_load(const select_run& run, int step) {
+  int at = run.begin + 128 * step + 4 * (int)ds4q_lane();
+  select_keys keys;
+  ds4q_quad quad = at < run.count ? ds4q_load4(run.row + at) : ds4q_quad{};
+  DS4Q_UNROLL
+  for (int i = 0; i < 4; i++) keys.v[i] = at + i < run.count ? ds4q_ordered(quad.v[i]) : 0u;
+  return keys;
+}
+DS4Q_FN select_keys select_step(const select_run& run, int step) {
+  return step == 0 ? run.first : select_load(run, step);
+}
+
+// The bin, from the top, that holds the `wanted`-th key: to found[0]; how many of that bin are
+// wanted and how many it has: to found[1] and found[2]. One group; a lane has eight bins.
 DS4Q_FN void select_bin(const ds4q_u32* bins, ds4q_u32 wanted, ds4q_u32* found) {
-  ds4q_u32 top = SELECT_BINS - 1 - 8 * ds4q_lane(), own = 0;
-  for (ds4q_u32 i = 0; i < 8; i++) own += bins[top - i];
-  ds4q_u32 through = select_scan(own), before = through - own;
-  if (before >= wanted || through < wanted) return;
-  ds4q_u32 bin = top;
-  while (before + bins[bin] < wanted) before += bins[bin--];
-  found[0] = bin;
-  found[1] = wanted - before;
+  ds4q_u32 top = SELECT_BINS - 1 - 8 * ds4q_lane(), own = 0, held[8];
+  DS4Q_UNROLL
+  for (ds4q_u32 i = 0; i < 8; i++) held[i] = bins[top - i];
+  DS4Q_UNROLL
+  for (ds4q_u32 i = 0; i < 8; i++) own += held[i];
+  ds4q_u32 before = select_scan(own) - own;
+  DS4Q_UNROLL
+  for (ds4q_u32 i = 0; i < 8; i++) {
+    if (before < wanted && before + held[i] >= wanted) {
+      found[0] = top - i;
+      found[1] = wanted - before;
+      found[2] = held[i];
+    }
+    before += held[i];
+  }
+}
+
+// Writes, ascending, the entries whose keys lie above low .. high and the first `wanted` of those in
+// it. All groups.
+DS4Q_FN void select_write(const select_run& run, ds4q_u32 low, ds4q_u32 high, ds4q_u32 wanted,
+                          ds4q_u32* room, int* out) {
+  int group = (int)(ds4q_thread() / DS4Q_LANES), lane = (int)ds4q_lane();
+  ds4q_u32 above = 0, within = 0;
+  for (int s = 0; s < run.steps; s++) {
+    select_keys keys = select_step(run, s);
+    DS4Q_UNROLL
+    for (int i = 0; i < 4; i++) {
+      above += keys.v[i] > high;
+      within += keys.v[i] >= low && keys.v[i] <= high;
+    }
+  }
+  above = select_scan(above), within = select_scan(within);
+  ds4q_barrier();  // room is free again
+  if (lane == DS4Q_LANES - 1) room[group] = above, room[SELECT_GROUPS + group] = within;
+  ds4q_barrier();
+  above = select_scan(lane < group ? room[lane] : 0u);
+  within = select_scan(lane < group ? room[SELECT_GROUPS + lane] : 0u);
+  above = ds4q_shuffle_bits(above, DS4Q_LANES - 1);
+  within = ds4q_shuffle_bits(within, DS4Q_LANES - 1);
+  for (int s = 0; s < run.steps; s++) {
+    select_keys keys = select_step(run, s);
+    ds4q_u32 own = 0;  // above in the low half, within in the high one; 128 at most
+    DS4Q_UNROLL
+    for (int i = 0; i < 4; i++) {
+      own += (keys.v[i] > high) + ((ds4q_u32)(keys.v[i] >= low && keys.v[i] <= high) << 16);
+    }
+    ds4q_u32 through = select_scan(own), before = through - own;
+    ds4q_u32 over = above + (before & 0xffffu), inside = within + (before >> 16);
+    DS4Q_UNROLL
+    for (int i = 0; i < 4; i++) {
+      bool in = keys.v[i] >= low && keys.v[i] <= high, takes = keys.v[i] > high;
+      ds4q_u32 place = over + (inside < wanted ? inside : wanted);
+      if (takes || (in && inside < wanted)) {
+        out[place] = run.begin + 128 * s + 4 * lane + i;
+      }
+      over += takes, inside += in;
+    }
+    through = ds4q_shuffle_bits(through, DS4Q_LANES - 1);
+    above += through & 0xffffu, within += through >> 16;
+  }
 }
 
 DS4Q_KERNEL(index_select, SELECT_THREADS,
             (const float* scores, const ds4q_step* step, int* chosen, int ratio, int topk,
              int stride, int offset)) {
   DS4Q_SHARED(ds4q_u32, bins, SELECT_BINS);
-  DS4Q_SHARED(ds4q_u32, room, 2 * SELECT_THREADS / DS4Q_LANES);
-  DS4Q_SHARED(ds4q_u32, found, 2);
+  DS4Q_SHARED(ds4q_u32, room, 2 * SELECT_GROUPS);
+  DS4Q_SHARED(ds4q_u32, found, 3);
   int count = index_count(step, offset, ratio), thread = (int)ds4q_thread();
-  const float* row = scores + (ds4q_u64)ds4q_block_y() * stride;
   int* out = chosen + (ds4q_u64)ds4q_block_y() * topk;
   if (count <= topk) {
     for (int i = thread; i < topk; i += SELECT_THREADS) out[i] = i < count ? i : -1;
     return;
   }
-  const int groups = SELECT_THREADS / DS4Q_LANES;
-  ds4q_u32 group = ds4q_thread() / DS4Q_LANES, low = ~0u, high = 0;
-  for (int i = thread; i < count; i += SELECT_THREADS) {
-    ds4q_u32 key = ds4q_ordered(row[i]);
-    low = key < low ? key : low;
-    high = key > high ? key : high;
+  int group = thread / DS4Q_LANES, lane = (int)ds4q_lane();
+  select_run run = {scores + (ds4q_u64)ds4q_block_y() * stride, 0, 0, count, {}};
+  run.steps = (count + 128 * SELECT_GROUPS - 1) / (128 * SELECT_GROUPS);
+  run.begin = 128 * run.steps * group;
+  run.first = select_load(run, 0);
+  ds4q_u32 low = ~0u, high = 0;
+  for (int s = 0; s < run.steps; s++) {
+    select_keys keys = select_step(run, s);
+    DS4Q_UNROLL
+    for (int i = 0; i < 4; i++) {
+      low = keys.v[i] - 1 < low ? keys.v[i] - 1 : low;  // nothing, at 0, turns into the greatest
+      high = keys.v[i] > high ? keys.v[i] : high;
+    }
   }
   low = ~select_top(~low);
   high = select_top(high);
-  if (ds4q_lane() == 0) room[group] = low, room[groups + group] = high;
+  if (lane == 0) room[group] = low, room[SELECT_GROUPS + group] = high;
   ds4q_barrier();
-  for (int g = 0; g < groups; g++) {
-    low = room[g] < low ? room[g] : low;
-    high = room[groups + g] > high ? room[groups + g] : high;
-  }
+  low = ~select_top(lane < SELECT_GROUPS ? ~room[lane] : 0u) + 1;
+  high = select_top(lane < SELECT_GROUPS ? room[SELECT_GROUPS + lane] : 0u);
 
-  // The topk-th greatest key lies in low .. high, as the wanted-th greatest of the keys there.
-  ds4q_u32 wanted = (ds4q_u32)topk;
-  while (low < high) {
-    int shift = 0;
-    while ((high - low) >> shift >= SELECT_BINS) shift++;
+  // The topk-th greatest key lies in low .. high, as the wanted-th greatest of those there.
+  ds4q_u32 wanted = (ds4q_u32)topk, there = (ds4q_u32)count;
+  while (low < high && wanted < there) {
+    // The range's exponent, or one more: it shifts to less than 256 bins.
+    int shift = (int)(ds4q_bits((float)(high - low)) >> 23) - 127 - 7;
+    if (shift < 0) shift = 0;
     if (thread < SELECT_BINS) bins[thread] = 0;
     ds4q_barrier();
-    for (int i = thread; i < count; i += SELECT_THREADS) {
-      ds4q_u32 key = ds4q_ordered(row[i]);
-      if (key >= low && key <= high) ds4q_count(&bins[(key - low) >> shift], 1);
+    for (int s = 0; s < run.steps; s++) {
+      select_keys keys = select_step(run, s);
+      DS4Q_UNROLL
+      for (int i = 0; i < 4; i++) {
+        ds4q_u32 place = keys.v[i] - low;
+        if (keys.v[i] >= low && keys.v[i] <= high) ds4q_count(&bins[place >> shift], 1);
+      }
     }
     ds4q_barrier();
     if (group == 0) select_bin(bins, wanted, found);
@@ -195,31 +281,8 @@ DS4Q_KERNEL(index_select, SELECT_THREADS,
     low += found[0] << shift;
     ds4q_u32 span = (1u << shift) - 1;
     high = high - low > span ? low + span : high;
-    wanted = found[1];
+    wanted = found[1], there = found[2];
   }
 
-  // Every thread takes a run of entries: how many chosen ones come before it?
-  int run = (count + SELECT_THREADS - 1) / SELECT_THREADS, begin = thread * run;
-  int end = begin + run < count ? begin + run : count;
-  ds4q_u32 above = 0, ties = 0;
-  for (int i = begin; i < end; i++) {
-    ds4q_u32 key = ds4q_ordered(row[i]);
-    above += key > low;
-    ties += key == low;
-  }
-  ds4q_u32 above_through = select_scan(above), ties_through = select_scan(ties);
-  ds4q_barrier();  // room is free again
-  if (ds4q_lane() == DS4Q_LANES - 1) {
-    room[group] = above_through, room[groups + group] = ties_through;
-  }
-  ds4q_barrier();
-  ds4q_u32 place = above_through - above, tied = ties_through - ties;
-  for (ds4q_u32 g = 0; g < group; g++) place += room[g], tied += room[groups + g];
-  place += tied < wanted ? tied : wanted;
-  for (int i = begin; i < end; i++) {
-    ds4q_u32 key = ds4q_ordered(row[i]);
-    bool takes = key > low || (key == low && tied < wanted);
-    tied += key == low;
-    if (takes) out[place++] = i;
-  }
+  select_write(run, low, high, wanted, room, out);
 }
