@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ds4q.artifact.formats import Coding, MixRow
 from ds4q.artifact.types import (
@@ -34,6 +35,7 @@ from ds4q.hipkern.selftest.inputs import U8, Inputs
 from ds4q.hipkern.selftest.rig import Case, Rig
 
 ANY = 0  # a build that looks each matrix's decoder up
+LONG = 133  # blocks of a row: a group of lanes comes round, and ends within a lane's tile
 
 
 def _books(*words: int) -> MixRow:
@@ -151,55 +153,61 @@ def _embed(form: Format) -> Case:
 def _linear(form: Format) -> Case:
     def body(rig: Rig) -> None:
         tokens, blocks, jobs = 9, 0, b""
-        for rows, cols in ((13, _cols(form, 37)), (9, _cols(form, 3))):
+        for rows, cols in ((13, _cols(form, 37)), (9, _cols(form, 3)), (2, _cols(form, LONG))):
             x = rig.put(rig.inputs.values(tokens, cols + 32))
             y = rig.output(4 * tokens * (rows + 3))
             described = _matrix(rig, form, rows, cols)
             jobs += matrix.pack_job(described, x, y, cols + 32, rows + 3, blocks)
             blocks += matrix.linear_blocks(rows)
-        rig.launch((blocks, 1, 1), rig.put(jobs), 2, tokens)
+        rig.launch((blocks, 1, 1), rig.put(jobs), 3, tokens)
 
     return Case("linear.hip", "linear", body, form.label, {"DS4Q_DECODER": form.decoder})
 
 
-def _experts(rig: Rig, forms: Sequence[Format], width: int, d: int) -> bytes:
-    """Gate, up and down of an expert of each format."""
-    shapes = (width, d), (width, d), (d, width)
-    return b"".join(_matrix(rig, form, *shape) for form in forms for shape in shapes)
-
-
 EXPERTS, CHOSEN = 5, 3
-_IDS = np.array([[4, -1, 0], [2, 1, 2], [-1, -1, -1]], dtype=np.int32)
-_TOKENS = len(_IDS)
+_ROWS = 20
 _LIMIT = 10.0
 
 
+def _experts(rig: Rig, forms: Sequence[Format], cols: int) -> tuple[int, int]:
+    """Three matrices [_ROWS, cols] for an expert of each format, and for a shared one.
+
+    Each kernel reads some of the three and looks at their own sizes.
+    """
+    made = [b"".join(_matrix(rig, form, _ROWS, cols) for _ in range(3)) for form in forms]
+    return rig.put(b"".join(made)), rig.put(made[-1])
+
+
+def _ids(experts: int) -> npt.NDArray[np.int32]:
+    """Experts [tokens, CHOSEN]: all of them, one twice, some absent, and a token without any."""
+    every = [*range(experts), *[-1] * (-experts % CHOSEN)]
+    rows = [[2, 1, 2], [0, -1, experts - 1], [-1] * CHOSEN]
+    return np.array([*rows, *np.reshape(every, (-1, CHOSEN)).tolist()], dtype=np.int32)
+
+
 def _moe(label: str, decoder: int, forms: Sequence[Format]) -> list[Case]:
-    """The two kernels, with an expert of each format and the shared one of the first."""
-    width, d = (128, 256) if any(form.kind.row_multiple == 128 for form in forms) else (160, 288)
+    """The two kernels, with an expert of each format and the shared one of the last."""
+    cols, ids = max(_cols(form, LONG) for form in forms), _ids(len(forms))
+    tokens = len(ids)
     defines = {"DS4Q_GATE": decoder, "DS4Q_DOWN": decoder, "DS4Q_SHARED_EXPERT": decoder}
 
-    def given(rig: Rig) -> tuple[int, int]:
-        routed = rig.put(_experts(rig, forms, width, d))
-        return routed, rig.put(_experts(rig, forms[:1], width, d))
-
     def gate_up(rig: Rig) -> None:
-        routed, shared = given(rig)
-        x = rig.put(rig.inputs.values(_TOKENS, d))
+        routed, shared = _experts(rig, forms, cols)
+        x = rig.put(rig.inputs.values(tokens, cols, scale=2.0**-5))
         for hers in (shared, 0):
-            made = rig.output(4 * _TOKENS * (CHOSEN + 1) * width)
-            arguments = routed, hers, rig.put(_IDS), x, made, _LIMIT, CHOSEN, _TOKENS
-            rig.launch(matrix.gate_up_grid(width, CHOSEN, _TOKENS), *arguments)
+            made = rig.output(4 * tokens * (CHOSEN + 1) * _ROWS)
+            arguments = routed, hers, rig.put(ids), x, made, _LIMIT, CHOSEN, tokens
+            rig.launch(matrix.gate_up_grid(_ROWS, CHOSEN, tokens), *arguments)
 
     def down(rig: Rig) -> None:
-        routed, shared = given(rig)
-        weights = rig.put(rig.inputs.values(_TOKENS, CHOSEN))
-        hidden = rig.put(rig.inputs.values(_TOKENS, CHOSEN + 1, width, scale=4.0))
+        routed, shared = _experts(rig, forms, cols)
+        weights = rig.put(rig.inputs.values(tokens, CHOSEN))
+        hidden = rig.put(rig.inputs.values(tokens, CHOSEN + 1, cols, scale=4.0))
         for hers, parts in ((shared, True), (0, False)):
-            sums = rig.output(4 * _TOKENS * d) if parts else 0
-            made = rig.output(4 * _TOKENS * d)
-            arguments = routed, hers, rig.put(_IDS), weights, hidden, sums, made, CHOSEN, _TOKENS
-            rig.launch(matrix.down_grid(d, CHOSEN, _TOKENS), *arguments)
+            sums = rig.output(4 * tokens * _ROWS) if parts else 0
+            made = rig.output(4 * tokens * _ROWS)
+            arguments = routed, hers, rig.put(ids), weights, hidden, sums, made, CHOSEN, tokens
+            rig.launch(matrix.down_grid(_ROWS, CHOSEN, tokens), *arguments)
 
     return [
         Case("moe.hip", "moe_gate_up", gate_up, label, defines),
