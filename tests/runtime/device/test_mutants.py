@@ -29,7 +29,7 @@ Walk = Callable[[Any], npt.NDArray[np.float32]]
 PROMPT = [2, 3, 4, 5, 6, 7, 8]
 TOLERANCE = 1e-4  # as in test_engine
 DELAY_US = 2000
-BUSY_BYTES = 128 << 20
+BUSY_BYTES = 16 << 20
 PIECE_BYTES = 4096
 
 
@@ -118,8 +118,8 @@ def error(
             room = backend.device.alloc(BUSY_BYTES)
 
             def hold(done: int, total: int) -> None:
-                """Let the last copies of weights stand in their queue behind something long."""
-                if total - done < 4 * PIECE_BYTES:
+                """Let the first and the last copies of weights queue behind something long."""
+                if min(done, total - done) < 4 * PIECE_BYTES:
                     busy.fill(room.address, 0, BUSY_BYTES)
                     backend.copies.wait(busy.record())
 
