@@ -5,10 +5,12 @@
 //   steps of 256 P; its best becomes parts[t][p], a key: the logit in ds4q_ordered's order above the
 //   complement of the id, so that the greater key is the greater logit and, on ties, the lower id.
 // argmax: grid (1, T), block 32, LDS 0. ids[t] from the greatest of parts[t][0 .. count - 1].
-//   logits [T][n], ids [T]; NaN never wins; if all are NaN the id is 0. The maximum of distinct keys
-//   does not depend on any order.
+//   logits [T][n], ids [T]. A logit that is not finite beats all others, and the id is then -1: there
+//   is no largest. The maximum of distinct keys does not depend on any order.
 // Measured: not yet on a device; nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
+
+#define HEAD_NOT_FINITE 0xffffffffu  // above every float in ds4q_ordered's order
 
 DS4Q_KERNEL(argmax_parts, 256, (const float* logits, ds4q_u64* parts, int n)) {
   DS4Q_SHARED(ds4q_u64, room, 8);
@@ -16,7 +18,9 @@ DS4Q_KERNEL(argmax_parts, 256, (const float* logits, ds4q_u64* parts, int n)) {
   ds4q_u64 best = 0;
   for (ds4q_u32 id = ds4q_block_x() * 256 + ds4q_thread(); id < (ds4q_u32)n;
        id += 256 * ds4q_blocks_x()) {
-    ds4q_u64 key = (ds4q_u64)ds4q_ordered(row[id]) << 32 | ~id;
+    float logit = row[id];
+    bool finite = (ds4q_bits(logit) & 0x7f800000u) != 0x7f800000u;
+    ds4q_u64 key = (ds4q_u64)(finite ? ds4q_ordered(logit) : HEAD_NOT_FINITE) << 32 | ~id;
     best = key > best ? key : best;
   }
   best = ds4q_group_top(best);
@@ -32,5 +36,6 @@ DS4Q_KERNEL(argmax, 32, (const ds4q_u64* parts, int* ids, int count)) {
   ds4q_u64 best = 0;
   for (int p = (int)ds4q_thread(); p < count; p += DS4Q_LANES) best = row[p] > best ? row[p] : best;
   best = ds4q_group_top(best);
-  if (ds4q_thread() == 0) ids[ds4q_block_y()] = (int)~(ds4q_u32)best;
+  if (ds4q_thread() != 0) return;
+  ids[ds4q_block_y()] = (ds4q_u32)(best >> 32) == HEAD_NOT_FINITE ? -1 : (int)~(ds4q_u32)best;
 }
