@@ -22,6 +22,14 @@ DS4Q_KERNEL(gate, 32, (const volatile int* open)) {  // holds its stream until t
   while (*open == 0) {
   }
 }
+DS4Q_KERNEL(late, 32, (const volatile int* open)) {  // long blocks; the last waits for the host
+  if (ds4q_block_x() + 1 == ds4q_blocks_x()) {
+    while (*open == 0) {
+    }
+  }
+  for (volatile int i = 0; i < 20000; i = i + 1) {
+  }
+}
 DS4Q_KERNEL(scale, 64, (const float* x, float* y, float by, int n)) {
   ds4q_u32 i = ds4q_block_x() * 64 + ds4q_thread();
   if ((int)i < n) y[i] = x[i] * by;
@@ -189,6 +197,15 @@ class Rig:
         out = np.zeros(shape, dtype)
         self.call("hipMemcpy", out, at, out.nbytes, self.d2h)
         return out
+
+    def settle(self) -> None:
+        """Give work that waits for nothing the time to be done, on a stream that waits for none."""
+        stream, flag = self.call("hipStreamCreateWithFlags", 1), self.pinned(1, np.int32)
+        flag[1][0] = 1
+        for _ in range(20):
+            assert self.launch(stream, "late", 1, 32, flag[0]) == 0
+        self.call("hipStreamSynchronize", stream)
+        self.call("hipStreamDestroy", stream)
 
     def pinned(self, shape: int, dtype: Any = np.float32) -> tuple[Any, npt.NDArray[Any]]:
         """Pinned memory and an array over it."""

@@ -75,14 +75,29 @@ def test_the_null_stream_waits_for_all_but_non_blocking_ones(
 
 def test_blocking_streams_wait_for_the_null_stream(rig: Rig) -> None:
     stream = rig.call("hipStreamCreate")
+    x, first = rig.device(np.ones(N, np.float32)), rig.call("hipMalloc", 4 * N)
+    y = rig.call("hipMalloc", 4 * N)
     gate = Gate(rig, None)
-    done = rig.call("hipEventCreate")
-    rig.call("hipEventRecord", done, stream)
-    assert rig.code("hipEventQuery", done) == NOT_READY
+    assert rig.launch(None, "scale", 4, 64, x, first, f32(2), i32(N)) == 0
+    assert rig.launch(stream, "scale", 4, 64, first, y, f32(2), i32(N)) == 0
+    rig.settle()
     assert rig.code("hipStreamQuery", stream) == NOT_READY
     gate.open()
     rig.call("hipStreamSynchronize", stream)
-    assert rig.code("hipEventQuery", done) == 0
+    assert rig.read(y, N).tolist() == [4.0] * N
+    rig.call("hipStreamDestroy", stream)
+
+
+def test_a_launch_is_done_when_all_its_blocks_are(rig: Rig) -> None:
+    rig.control.set(threads=2)
+    flag, opened = rig.pinned(1, np.int32)
+    opened[0] = 0
+    stream = rig.call("hipStreamCreate")
+    assert rig.launch(stream, "late", 200, 32, flag) == 0
+    rig.settle()
+    assert rig.code("hipStreamQuery", stream) == NOT_READY
+    opened[0] = 1
+    rig.call("hipStreamSynchronize", stream)
     rig.call("hipStreamDestroy", stream)
 
 
@@ -245,6 +260,57 @@ def test_a_fork_is_captured_and_replayed_apart(rig: Rig) -> None:
         captured(rig, main, lambda: step(False))
     assert rig.code("hipStreamQuery", main) == 0
     for stream in (main, side, watch):
+        rig.call("hipStreamDestroy", stream)
+
+
+def test_a_replay_starts_and_ends_with_its_stream(rig: Rig) -> None:
+    """A branch that follows nothing in the graph, and that nothing in the graph follows."""
+    main, side = rig.call("hipStreamCreate"), rig.call("hipStreamCreate")
+    fork, join = rig.call("hipEventCreate"), rig.call("hipEventCreate")
+    x, before = rig.device(np.ones(N, np.float32)), rig.call("hipMalloc", 4 * N)
+    y, z = rig.call("hipMalloc", 4 * N), rig.call("hipMalloc", 4 * N)
+    flag, opened = rig.pinned(1, np.int32)
+    opened[0] = 0
+
+    def step() -> None:
+        rig.call("hipEventRecord", fork, main)
+        rig.call("hipStreamWaitEvent", side, fork, 0)
+        assert rig.launch(side, "scale", 4, 64, before, y, f32(2), i32(N)) == 0
+        assert rig.launch(side, "gate", 1, 32, flag) == 0
+        rig.call("hipEventRecord", join, side)
+        rig.call("hipStreamWaitEvent", main, join, 0)
+
+    exec_ = captured(rig, main, step)
+    gate = Gate(rig, main)
+    assert rig.launch(main, "scale", 4, 64, x, before, f32(2), i32(N)) == 0
+    rig.call("hipGraphLaunch", exec_, main)
+    assert rig.launch(main, "scale", 4, 64, y, z, f32(2), i32(N)) == 0
+    rig.settle()
+    gate.open()
+    rig.settle()
+    assert rig.code("hipStreamQuery", main) == NOT_READY
+    opened[0] = 1
+    rig.call("hipStreamSynchronize", main)
+    assert rig.read(z, N).tolist() == [8.0] * N
+    rig.call("hipGraphExecDestroy", exec_)
+    for stream in (main, side):
+        rig.call("hipStreamDestroy", stream)
+
+
+def test_two_replays_of_one_graph_do_not_overlap(rig: Rig) -> None:
+    streams = [rig.call("hipStreamCreateWithFlags", 1) for _ in range(2)]
+    x, by = rig.device(np.zeros(N, np.float32)), rig.device(np.ones(1, np.float32))
+    exec_ = captured(rig, streams[0], lambda: _add(rig, streams[0], x, by))
+    gate = Gate(rig, streams[0])
+    for stream in streams:
+        rig.call("hipGraphLaunch", exec_, stream)
+    rig.settle()
+    assert rig.code("hipStreamQuery", streams[1]) == NOT_READY
+    gate.open()
+    rig.call("hipDeviceSynchronize")
+    assert rig.read(x, N).tolist() == [2.0] * N
+    rig.call("hipGraphExecDestroy", exec_)
+    for stream in streams:
         rig.call("hipStreamDestroy", stream)
 
 
