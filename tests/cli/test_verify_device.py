@@ -6,7 +6,10 @@ The device is the simulated one; it is named as such.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -114,6 +117,21 @@ def test_artifacts_of_every_kind_of_recipe(
     assert report.reader is not None
     weighed = check.figures["tensors"] + check.figures["without_weights"]
     assert weighed == len(report.reader.tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp4", "mix"])
+def test_an_nvidia_gpu_decodes_to_the_same_bits(tmp_path: Path, recipe: str) -> None:
+    """In a process of its own, since a process opens one HIP library."""
+    out = tmp_path / "x.hfq"
+    api.quantize(ROOT / "tests" / "data" / "ds4-tiny", out, recipe=recipe, threads=4)
+    command = [sys.executable, "-m", "ds4q", "verify", str(out), "--device", "hip", "--json"]
+    environ = os.environ | {"DS4Q_HIP": "cuda"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["device"]["figures"]["kind"] == "cuda"
+    assert checks["device"]["figures"]["weights"] == 16_044_189
 
 
 # ---------------------------------------------------------------- broken decodes
