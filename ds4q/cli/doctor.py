@@ -204,7 +204,7 @@ def selftest_facts(quiet: bool) -> tuple[dict[str, Any], list[str]]:
 
     chosen = selftest.cases()
     results: list[selftest.Result] = []
-    facts: dict[str, Any] = {"kernels": len(chosen), "equal": 0, "notes": []}
+    facts: dict[str, Any] = {"kernels": len(chosen), "complete": False, "notes": []}
     problems = []
     begin = time.perf_counter()
     try:
@@ -218,7 +218,7 @@ def selftest_facts(quiet: bool) -> tuple[dict[str, Any], list[str]]:
     except Ds4qError as error:
         problems.append(f"the self-test of kernels stopped: {error}")
     wrong = [result for result in results if not result.ok]
-    facts["equal"] = len(results) - len(wrong)
+    facts |= {"complete": bool(results), "equal": len(results) - len(wrong)}
     facts["differ"] = [result._asdict() for result in wrong]
     facts["seconds"] = round(time.perf_counter() - begin, 3)
     problems += [
@@ -298,6 +298,8 @@ def _run_text(facts: dict[str, Any]) -> str:
 
 def _selftest_lines(facts: dict[str, Any]) -> list[str]:
     found = facts["selftest"]
+    if not found["complete"]:
+        return ["stopped before its end", *found["notes"]]
     equal = f"{found['equal']} of {found['kernels']} kernels give the bits that are expected"
     return [f"{equal}, in {found['seconds']:.1f} s", *found["notes"]]
 
