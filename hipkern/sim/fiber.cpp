@@ -101,7 +101,7 @@ class Runner {  // one per OS thread
 };
 
 // Fibers never change their OS thread, so the address of a thread-local does not move under them.
-__attribute__((visibility("hidden"), tls_model("initial-exec"))) thread_local Runner* self = nullptr;
+__attribute__((tls_model("initial-exec"))) thread_local Runner* self = nullptr;
 
 uint32_t low_bits(uint32_t n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 
@@ -385,8 +385,8 @@ void Runner::tell_divergence() {
     return l.waits != waiting->waits && (waiting->waits == kBarrier || l.group == waiting->group);
   });
   name_block(*waiting);
-  std::fprintf(stderr, "waits at %s that thread %u never reaches: it ", kMeetingNames[waiting->waits],
-               missing->thread);
+  std::fprintf(stderr, "waits at %s that thread %u never reaches: it ",
+               kMeetingNames[waiting->waits], missing->thread);
   if (missing->ended) {
     std::fprintf(stderr, "has ended\n");
   } else {

@@ -102,7 +102,7 @@ bool host_options(int n, const char** given, std::vector<std::string>* kept, std
   return true;
 }
 
-// Runs in `folder`, so that messages name the files as the caller does. The exit status; -1: not run.
+// The exit status; -1: not run. Runs in `folder`, so that messages name files as the caller does.
 int run(const std::string& folder, std::vector<std::string> command) {
   command.insert(command.begin(), {"/bin/sh", "-c", "cd \"$0\" && exec \"$@\"", folder});
   std::vector<char*> argv;
@@ -136,7 +136,9 @@ void remove_folder(const std::string& folder) {
 hiprtcResult compile_in(const std::string& folder, Program& program,
                         const std::vector<std::string>& options) {
   bool written = put(folder, program.name, program.source);
-  for (auto& header : program.headers) written = written && put(folder, header.first, header.second);
+  for (auto& header : program.headers) {
+    written = written && put(folder, header.first, header.second);
+  }
   if (!written) {
     program.log = "ds4q sim: could not write to " + folder;
     return HIPRTC_ERROR_INTERNAL_ERROR;

@@ -86,7 +86,9 @@ hipError_t map_image(const char* image, size_t bytes, Loaded* one) {
   bool written = write_all(file, image, bytes);
   close(file);
   void* library = written ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
-  if (!library) std::fprintf(stderr, "ds4q sim: %s\n", written ? dlerror() : "no room for a module");
+  if (!library) {
+    std::fprintf(stderr, "ds4q sim: %s\n", written ? dlerror() : "no room for a module");
+  }
   unlink(path.c_str());
   if (!library) return hipErrorSharedObjectInitFailed;
   using Bind = ds4q_sim_kernel* (*)(const ds4q_sim_calls*);
