@@ -20,7 +20,9 @@
 // attend_combine: grid (ceil(D / 128), heads, T), block 256, LDS 5120. out [T][heads][D] = sum over
 //   chunks of exp(max_c - M) partial_c / (exp(sink - M) + the same of the w), M over chunks and sink;
 //   turned back. Group g takes chunks g, g + 8, .. in order, fused; then the groups in order.
-// Measured: not yet on a device; nothing here has run on AMD hardware.
+// Measured on an NVIDIA H200, Flash shapes, one token, per launch in a graph (an empty launch: 0.5 us):
+// attend 8.8 us at ratio 4 (640 keys), 6.0 us at 128 (160 keys); attend_combine 4.0 and 3.0 us.
+// Nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 #include "ds4q_state.h"
 

@@ -16,7 +16,9 @@
 //   Sums: over a window in order of position, fused; before each eight of them what is summed so far
 //   is scaled from the old maximum to the new. Squares: a thread's columns in order, fused, then
 //   ds4q_block_sum.
-// Measured: not yet on a device; nothing here has run on AMD hardware.
+// Measured on an NVIDIA H200, Flash shapes, one token, per launch in a graph (an empty launch: 0.5 us):
+// latents 2.2 us; where a window ends 5.4 us at ratio 4, 39 us at 128. Nothing here has run on AMD
+// hardware.
 #include "ds4q_dense.h"
 #include "ds4q_state.h"
 

@@ -7,7 +7,8 @@
 // argmax: grid (1, T), block 32, LDS 0. ids[t] from the greatest of parts[t][0 .. count - 1].
 //   logits [T][n], ids [T]. A logit that is not finite beats all others, and the id is then -1: there
 //   is no largest. The maximum of distinct keys does not depend on any order.
-// Measured: not yet on a device; nothing here has run on AMD hardware.
+// Measured on an NVIDIA H200, Flash shapes, one token, per launch in a graph (an empty launch: 0.5 us):
+// argmax_parts 1.9 us (P = 128), argmax 1.1 us. Nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 
 #define HEAD_NOT_FINITE 0xffffffffu  // above every float in ds4q_ordered's order

@@ -51,7 +51,7 @@ def _scores(rig: Rig, case: Case, blocks: int = 3, offset: int = 0, spare: int =
     """Scores [T, stride]; the batch began ``offset`` tokens before the case."""
     tokens, heads, width = case.q.shape
     cos, sin = turns(case.first, tokens, case.pairs)
-    stride = (len(case.keys) + spare + 3) // 4 * 4
+    stride = len(case.keys) + spare
     scores = rig.room(tokens, stride)
     rig.run(
         "index.hip", "index_scores", (blocks, tokens, 1),
