@@ -64,14 +64,15 @@ def test_both_codes_for_no_device_mean_the_same(device: Device, sim: Control, co
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def test_memory_belongs_to_whoever_frees_it_first(device: Device) -> None:
+def test_memory_belongs_to_whoever_frees_it_first(device: Device, sim: Control) -> None:
     before = device.free_bytes()
     with device.alloc(MANY) as buffer:
         assert device.free_bytes() <= before - MANY
         assert device.live() == (f"Buffer of {MANY} bytes",)
     assert device.live() == ()
     assert device.free_bytes() == before
-    buffer.free()
+    sim.set(fail="hipFree:1:1")
+    buffer.free()  # calls nothing
     with pytest.raises(HipUsageError, match="this Buffer was freed"):
         _ = buffer.address
 
@@ -82,7 +83,8 @@ def test_out_of_memory_says_what_is_needed_and_what_is_free(device: Device, sim:
         device.alloc(MANY)
     assert "expected 1,048,576 bytes on the device, found 524,288 bytes free" in str(caught.value)
     assert caught.value.code == 2
-    with pytest.raises(DeviceMemoryError, match=r"for the model: expected 1,048,577 bytes, found"):
+    said = "for the model: expected 1,048,577 bytes, found 1,048,576 bytes free"
+    with pytest.raises(DeviceMemoryError, match=said):
         device.ensure_free(MANY + 1, "the model")
     device.ensure_free(MANY, "the model")
 
@@ -124,6 +126,17 @@ def test_only_pinned_memory_is_copied_by_itself(device: Device, sim: Control) ->
     stream.synchronize()
     assert stream.query()
     assert sim.get("pageable_copies") == 1
+
+
+def test_a_copy_of_an_array_waits_whatever_the_library_does(device: Device, sim: Control) -> None:
+    stream, there, pinned = device.stream(), device.alloc(64), device.pinned(64)
+    sim.set(fail="hipStreamSynchronize:1:1")
+    stream.upload(there.address, pinned)
+    with pytest.raises(HipCallError, match="hipStreamSynchronize failed"):
+        stream.upload(there.address, data(64))
+    sim.set(fail="hipStreamSynchronize:1:1")
+    with pytest.raises(HipCallError, match="hipStreamSynchronize failed"):
+        stream.download(data(64), there.address)
 
 
 def test_what_is_pinned_is_told_by_address(device: Device) -> None:
@@ -361,3 +374,10 @@ def test_work_is_finished_before_what_it_uses_is_freed(sim: Control) -> None:
         for _ in range(4):
             stream.download(pinned, there.address)
     assert sim.get("copies") == 4
+    before = sim.live()
+    device = Device.open()
+    device.stream(), device.alloc(64)
+    sim.set(fail="hipStreamSynchronize:1:1,hipFree:1:1", delay_us=0)
+    with pytest.raises(HipCallError, match="hipStreamSynchronize failed"):  # the first of two
+        device.close()
+    assert sim.live().get("streams", 0) == before.get("streams", 0)

@@ -28,6 +28,8 @@ except Ds4qError as error:
 
 def opened(more: str = "", before: str = "", **environ: str) -> str:
     env = {**os.environ, "ROCM_PATH": "/nonexistent", **environ}
+    if not env["ROCM_PATH"]:
+        del env["ROCM_PATH"]
     done = subprocess.run(
         [sys.executable, "-c", before + PROGRAM.format(more=more)],
         env=env,
@@ -74,6 +76,8 @@ def test_the_simulated_library_is_built_into_the_cache() -> None:
     assert first.startswith(f"sim {home}{os.sep}sim-")
     assert first.endswith("lib/libamdhip64.so")
     assert second == "/nonexistent True False", "ROCM_PATH is the caller's again"
+    more = "print('ROCM_PATH' in os.environ)"
+    assert opened(more, DS4Q_HIP="sim", ROCM_PATH="").splitlines()[1] == "False"
 
 
 def test_a_second_choice_in_one_process_is_refused() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds4q.hipkern import objects
+from ds4q.hipkern import codeobject, objects
 from ds4q.hipkern.codeobject import inspect, metadata
 from ds4q.hipkern.driver import BUILT_ARCHS
 from ds4q.hipkern.errors import CodeObjectError, HipLibraryError, KernelBuildError
@@ -80,6 +80,29 @@ def test_scratch_breaks_a_gate(tmp_path: Path) -> None:
     source, image = built(tmp_path, SCRATCH)
     (problem,) = inspect(image, "gfx1151", source, {})[0].problems
     assert re.fullmatch(r"scratch bytes \d+, expected 0", problem)
+
+
+@pytest.mark.parametrize(
+    ("facts", "problems"),
+    [
+        ({".vgpr_spill_count": 2, ".sgpr_spill_count": 1}, ("3 spills",)),
+        ({".wavefront_size": 64}, ("lanes a wave 64, expected 32",)),
+        ({".vgpr_count": 256}, ()),
+        ({".vgpr_count": 257}, ("257 VGPRs",)),
+        ({".max_flat_workgroup_size": 63}, ("blocks of at most 63, launched with 64",)),
+    ],
+)
+def test_each_figure_has_its_gate(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    facts: dict[str, int],
+    problems: tuple[str, ...],
+) -> None:
+    source, image = built(tmp_path, GOOD)
+    said = metadata(image)
+    said["amdhsa.kernels"][0] |= facts
+    monkeypatch.setattr(codeobject, "metadata", lambda image, path: said)
+    assert inspect(image, "gfx1151", source, {})[0].problems == problems
 
 
 def test_a_code_object_of_other_declarations_breaks_gates(tmp_path: Path) -> None:
