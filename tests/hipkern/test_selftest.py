@@ -171,9 +171,7 @@ def altered(folder: Path, file: str, before: str, after: str) -> Path:
 
 
 def test_a_wrong_kernel_is_told_by_name(kernels: Kernels, tmp_path: Path) -> None:
-    folder = altered(
-        tmp_path, "head.hip", "ids[ds4q_block_y()] = (int)", "ids[ds4q_block_y()] = 1 + (int)"
-    )
+    folder = altered(tmp_path, "head.hip", "~(ds4q_u32)best;", "~(ds4q_u32)best ^ 1;")
     chosen = [case for case in cases() if case.file in ("head.hip", "route.hip")]
     results = selftest.run(kernels.device, Kernels(kernels.device, folder), chosen)
     assert [result.kernel for result in results if not result.ok] == ["head.hip argmax"]
