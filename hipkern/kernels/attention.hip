@@ -1,5 +1,6 @@
-// Owns attention of one token at a time over its window rows and compressed entries, with a sink per
-// head and the turning back of values. Which entries is index.hip's, what they are compress.hip's.
+// Owns attention of one token at a time over its window rows and compressed entries, with a sink
+// per head and the turning back of values. Which entries is index.hip's, what they are
+// compress.hip's.
 //
 // Built for DS4Q_HEAD_DIM = D, a multiple of 4, at most 512 (default 512). A token sees n keys: its
 // window's rows from the oldest on, then `chosen` [T][topk] or, where that is null (topk 0), the
@@ -10,19 +11,19 @@
 // attend: grid (X, ceil(heads / 16), T) with any X, block 256, LDS 36992 or 20608.
 //   Block x takes chunks x, x + X, ..: keys are staged in shared memory and serve 16 heads. Group g
 //   has heads 4 (g % 4) .. + 3 and half g / 4 of the columns: lane l owns columns 128 j + 4 l +
-//   (0 .. 3) of its half, whose width is D / 2 rounded up to whole 128. q [T][heads][D] is normed per
-//   head (no weight) and turned by cos, sin [T][pairs].
+//   (0 .. 3) of its half, whose width is D / 2 rounded up to whole 128. q [T][heads][D] is normed
+//   per head (no weight) and turned by cos, sin [T][pairs].
 //   partial [T][chunks][heads][D + 4]: sum of w_i k_i, then max_i s_i, sum of w_i, with
-//   s_i = q . k_i / (rms(q) sqrt(D)), w_i = exp(s_i - max). Dot products: a lane's columns ascending,
-//   fused, then lanes pairwise at distance 16, 8, 4, 2, 1, then both halves; squares: a lane's in
-//   order, fused, ds4q_group_sum, halves. Sums over keys: k_i ascending, fused; w_i: keys i and i + 8,
-//   then pairwise at distance 1, 2, 4.
+//   s_i = q . k_i / (rms(q) sqrt(D)), w_i = exp(s_i - max). Dot products: a lane's columns
+//   ascending, fused, then lanes pairwise at distance 16, 8, 4, 2, 1, then both halves; squares: a
+//   lane's in order, fused, ds4q_group_sum, halves. Sums over keys: k_i ascending, fused; w_i: keys
+//   i and i + 8, then pairwise at distance 1, 2, 4.
 // attend_combine: grid (ceil(D / 128), heads, T), block 256, LDS 5120. out [T][heads][D] = sum over
-//   chunks of exp(max_c - M) partial_c / (exp(sink - M) + the same of the w), M over chunks and sink;
-//   turned back. Group g takes chunks g, g + 8, .. in order, fused; then the groups in order.
-// Measured on an NVIDIA H200, Flash shapes, one token, per launch in a graph (an empty launch: 0.5 us):
-// attend 8.8 us at ratio 4 (640 keys), 6.0 us at 128 (160 keys); attend_combine 4.0 and 3.0 us.
-// Nothing here has run on AMD hardware.
+//   chunks of exp(max_c - M) partial_c / (exp(sink - M) + the same of the w), M over chunks and
+//   sink; turned back. Group g takes chunks g, g + 8, .. in order, fused; then the groups in order.
+// Measured on an NVIDIA H200, Flash shapes, one token, by launch in a graph (an empty one 0.5 us):
+// attend 8.8 us at ratio 4 (640 keys), 6.0 us at 128 (160 keys); attend_combine 4.0 and 3.0
+// us. Nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 #include "ds4q_state.h"
 
@@ -158,7 +159,8 @@ DS4Q_FN attend_shares attend_weigh(float low, float high, int left) {
   return found;
 }
 
-// Writes this group's half of the weighted sum over a chunk's keys; `shares` [16][4] by key and head.
+// Writes this group's half of the weighted sum over a chunk's keys; `shares` [16][4] by key and
+// head.
 DS4Q_FN void attend_mix(const float* keys, const float* shares, float* out, int live, int low) {
   ds4q_quad mixed[ATTEND_HEADS][ATTEND_QUADS] = {};
   DS4Q_ROLLED

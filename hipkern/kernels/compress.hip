@@ -1,24 +1,24 @@
-// Owns what a token leaves behind for attention: its row in the window, raw rows of the compressors,
-// and the entry of a window that it completes; and the norm of its low-rank query. All of it in one
-// launch, the same for one token as for a batch. Products are linear.hip's.
+// Owns what a token leaves behind for attention: its row in the window, raw rows of the
+// compressors, and the entry of a window that it completes; and the norm of its low-rank query. All
+// of it in one launch, the same for one token as for a batch. Products are linear.hip's.
 //
 // latents: grid (2 at ratio 0, 3 at 128, 4 at 4; T), block 512, LDS 4160.
 //   Block 0: query_out [T][query_width] = RMSNorm of query; in place or apart.
 //   Block 1: kv [T][D] normed and turned, to the window's ring.
 //   Block 2: values, gates [T][C] to their rings, ape [ratio][C] added to gates; where the token is
-//     its window's last, the entry: per channel a softmax over the window's gates weighs its values,
-//     then norm and turn. At ratio 4, C = 2 D: the tokens of the window before give their first D
-//     columns, the others their last D. Block 3: the same for the indexer's width.
+//     its window's last, the entry: per channel a softmax over the window's gates weighs its
+//     values, then norm and turn. At ratio 4, C = 2 D: the tokens of the window before give their
+//     first D columns, the others their last D. Block 3: the same for the indexer's width.
 //   A batch's own raw rows are read from values and gates, older ones from the rings, so blocks do
 //   not wait for each other. cos, sin [T][pairs] at the tokens; window_cos, window_sin [windows]
 //   [pairs] at the first token of each window completed by the batch. D, index_width <= 1024,
 //   multiples of 4. Base pointers 16-byte aligned.
-//   Sums: over a window in order of position, fused; before each eight of them what is summed so far
-//   is scaled from the old maximum to the new. Squares: a thread's columns in order, fused, then
-//   ds4q_block_sum.
-// Measured on an NVIDIA H200, Flash shapes, one token, per launch in a graph (an empty launch: 0.5 us):
-// latents 2.2 us; where a window ends 5.4 us at ratio 4, 39 us at 128. Nothing here has run on AMD
-// hardware.
+//   Sums: over a window in order of position, fused; before each eight of them what is summed so
+//   far is scaled from the old maximum to the new. Squares: a thread's columns in order, fused,
+//   then ds4q_block_sum.
+// Measured on an NVIDIA H200, Flash shapes, one token, by launch in a graph (an empty one 0.5 us):
+// latents 2.2 us; where a window ends 5.4 us at ratio 4, 39 us at 128. Nothing here has run on
+// AMD hardware.
 #include "ds4q_dense.h"
 #include "ds4q_state.h"
 
@@ -33,7 +33,8 @@ DS4Q_FN void latent_norm(const float* x, const float* weight, float* out, int wi
   for (int c = (int)ds4q_thread(); c < width; c += LATENT_THREADS) {
     squares = ds4q_fma(x[c], x[c], squares);
   }
-  float r = ds4q_inverse_rms(ds4q_block_sum<LATENT_THREADS / DS4Q_LANES>(squares, room), width, eps);
+  squares = ds4q_block_sum<LATENT_THREADS / DS4Q_LANES>(squares, room);
+  float r = ds4q_inverse_rms(squares, width, eps);
   for (int c = (int)ds4q_thread(); c < width; c += LATENT_THREADS) out[c] = weight[c] * (x[c] * r);
 }
 

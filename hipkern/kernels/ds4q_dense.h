@@ -16,9 +16,9 @@ struct alignas(16) ds4q_quad {  // moved by one 128-bit access
 DS4Q_FN ds4q_quad ds4q_load4(const float* from) { return *(const ds4q_quad*)from; }
 DS4Q_FN void ds4q_store4(float* to, ds4q_quad quad) { *(ds4q_quad*)to = quad; }
 
-// Sum over a block of GROUPS groups, in every thread: ds4q_group_sum inside each group, and once more
-// over the groups' sums. `room` is shared memory for GROUPS floats; it may be used again after the
-// block's next barrier.
+// Sum over a block of GROUPS groups, in every thread: ds4q_group_sum inside each group, and once
+// more over the groups' sums. `room` is shared memory for GROUPS floats; it may be used again after
+// the block's next barrier.
 template <ds4q_u32 GROUPS>
 DS4Q_FN float ds4q_block_sum(float v, float* room) {
   v = ds4q_group_sum(v);
@@ -27,9 +27,9 @@ DS4Q_FN float ds4q_block_sum(float v, float* room) {
   return ds4q_group_sum(ds4q_lane() < GROUPS ? room[ds4q_lane()] : 0.0f);
 }
 
-// One level of a sum over lanes that each hold several values: a lane keeps `low` or `high` by a bit
-// of its number, and adds its partner's share of it. Folding 32 values down to one a lane takes 31
-// shuffles where a tree for each would take 160.
+// One level of a sum over lanes that each hold several values: a lane keeps `low` or `high` by a
+// bit of its number, and adds its partner's share of it. Folding 32 values down to one a lane takes
+// 31 shuffles where a tree for each would take 160.
 DS4Q_FN float ds4q_fold(float low, float high, ds4q_u32 distance) {
   bool upper = (ds4q_lane() & distance) != 0;
   float given = ds4q_shuffle(upper ? low : high, ds4q_lane() ^ distance);

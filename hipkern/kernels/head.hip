@@ -1,13 +1,14 @@
 // Owns the greedy choice of a token from logits. The head's matrix product is linear.hip's, the
 // collapse before it hyper.hip's.
 //
-// argmax_parts: grid (P, T) with any P, block 256, LDS 64. Block p scans ids p * 256 + thread on, in
-//   steps of 256 P; its best becomes parts[t][p], a key: the logit in ds4q_ordered's order above the
-//   complement of the id, so that the greater key is the greater logit and, on ties, the lower id.
+// argmax_parts: grid (P, T) with any P, block 256, LDS 64. Block p scans ids p * 256 + thread on,
+//   in steps of 256 P; its best becomes parts[t][p], a key: the logit in ds4q_ordered's order above
+//   the complement of the id, so that the greater key is the greater logit and, on ties, the lower
+//   id.
 // argmax: grid (1, T), block 32, LDS 0. ids[t] from the greatest of parts[t][0 .. count - 1].
-//   logits [T][n], ids [T]. A logit that is not finite beats all others, and the id is then -1: there
-//   is no largest. The maximum of distinct keys does not depend on any order.
-// Measured on an NVIDIA H200, Flash shapes, one token, per launch in a graph (an empty launch: 0.5 us):
+//   logits [T][n], ids [T]. A logit that is not finite beats all others, and the id is then -1:
+//   there is no largest. The maximum of distinct keys does not depend on any order.
+// Measured on an NVIDIA H200, Flash shapes, one token, by launch in a graph (an empty one 0.5 us):
 // argmax_parts 1.9 us (P = 128), argmax 1.1 us. Nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 

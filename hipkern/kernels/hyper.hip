@@ -8,16 +8,16 @@
 //   token: no other block reads or writes them, so they are mixed in place. With y [T][d],
 //   post [T][n] and comb [T][n][n]: x[k] = post[k] y + comb[0][k] x[0] + .. + comb[n-1][k] x[n-1],
 //   fused from the left. y null: x stays. Then partial [T][rows + 1][S]: rows of fn [rows][n d]
-//   times the slice's values, and last their sum of squares; lane c fuses column c of the streams in
-//   ascending order, lanes as ds4q_group_sum.
+//   times the slice's values, and last their sum of squares; lane c fuses column c of the streams
+//   in ascending order, lanes as ds4q_group_sum.
 // hc_collapse: grid (2, T), block 1024, LDS 272. scale [3], base [(2 + n) n], norm [d]. Block 0:
-//   collapsed [T][d] (or null) = sum over j of pre[j] x[j], fused ascending; normed [T][d]. Block 1:
-//   post [T][n], comb [T][n][n] after Sinkhorn, one matrix in one group: row and column sums are eps
-//   plus the elements ascending. Apart from each other because Sinkhorn is one long chain.
-// hc_head: grid (1, T), block 1024, LDS 272. As block 0 of hc_collapse, with scale [1] and base [n].
-//   Both sum partials: lane l takes slices l, l + 32, .. in order, lanes as ds4q_group_sum; squares
-//   of the collapsed: a thread's columns in order, then ds4q_block_sum.
-// Measured on an NVIDIA H200, Flash shapes, one token, per launch in a graph (an empty launch: 0.5 us):
+//   collapsed [T][d] (or null) = sum over j of pre[j] x[j], fused ascending; normed [T][d]. Block
+//   1: post [T][n], comb [T][n][n] after Sinkhorn, one matrix in one group: row and column sums are
+//   eps plus the elements ascending. Apart from each other because Sinkhorn is one long chain.
+// hc_head: grid (1, T), block 1024, LDS 272. As block 0 of hc_collapse, with scale [1] and base
+//   [n]. Both sum partials: lane l takes slices l, l + 32, .. in order, lanes as ds4q_group_sum;
+//   squares of the collapsed: a thread's columns in order, then ds4q_block_sum.
+// Measured on an NVIDIA H200, Flash shapes, one token, by launch in a graph (an empty one 0.5 us):
 // hc_mix 2.6 us, hc_collapse 4.3 us. Nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 

@@ -5,19 +5,19 @@
 // entries. q [T][heads][width], gates [T][heads], scores [T][stride], chosen [T][topk]; cos, sin
 // [T][pairs]. heads <= 64; width <= 128, a multiple of 4. q and entries are 16-byte aligned.
 //
-// index_scores: grid (X, T) with any X, block 256, LDS 8704. Nothing while count <= topk. Block x takes
-//   keys 16 c .. 16 c + 15 for c = x, x + X, ..; eight heads, turned, in each group's registers.
-//   score_w = sum over heads of gate / sqrt(width heads) * max(0, q . k_w). Dot products: lane l owns
-//   columns 4 l + (0 .. 3), fused, then lanes pairwise at distance 16, 8, 4, 2, 1. Heads: 8 g .. 8 g +
-//   7 pairwise at distance 1, 2, 4, then g ascending.
+// index_scores: grid (X, T) with any X, block 256, LDS 8704. Nothing while count <= topk. Block x
+//   takes keys 16 c .. 16 c + 15 for c = x, x + X, ..; eight heads, turned, in each group's
+//   registers. score_w = sum over heads of gate / sqrt(width heads) * max(0, q . k_w). Dot
+//   products: lane l owns columns 4 l + (0 .. 3), fused, then lanes pairwise at distance 16, 8, 4,
+//   2, 1. Heads: 8 g .. 8 g + 7 pairwise at distance 1, 2, 4, then g ascending.
 // index_select: grid (1, T), block 512, LDS 1164. The topk greatest, lower index first on ties, NaN
 //   below every number; ascending in chosen, -1 past count. Where count <= topk all are chosen.
 //   Narrows a range of ordered keys by histograms of 256 bins until all of one bin, or one key, is
 //   wanted; counters are integers, so the order in which threads count cannot show. Group g has
 //   entries g run .. of a run of whole 128; the first 128 of them stay in registers.
-// Measured on an NVIDIA H200, Flash shapes, one token, per launch in a graph (an empty launch: 0.5 us):
-// index_scores 4.3 us (1024 entries, X = 64), index_select 4.2 us; 0.4 ms where a million tokens left
-// 262144 entries. Nothing here has run on AMD hardware.
+// Measured on an NVIDIA H200, Flash shapes, one token, by launch in a graph (an empty one 0.5 us):
+// index_scores 4.3 us (1024 entries, X = 64), index_select 4.2 us; 0.4 ms where a million tokens
+// left 262144 entries. Nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 #include "ds4q_state.h"
 
@@ -180,8 +180,8 @@ DS4Q_FN void select_bin(const ds4q_u32* bins, ds4q_u32 wanted, ds4q_u32* found) 
   }
 }
 
-// Writes, ascending, the entries whose keys lie above low .. high and the first `wanted` of those in
-// it. All groups.
+// Writes, ascending, the entries whose keys lie above low .. high and the first `wanted` of those
+// in it. All groups.
 DS4Q_FN void select_write(const select_run& run, ds4q_u32 low, ds4q_u32 high, ds4q_u32 wanted,
                           ds4q_u32* room, int* out) {
   int group = (int)(ds4q_thread() / DS4Q_LANES), lane = (int)ds4q_lane();

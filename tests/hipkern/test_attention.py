@@ -231,3 +231,15 @@ def test_rows_out_of_sight_do_not_matter(rig: Rig) -> None:
 def test_a_great_sink_takes_all_weight(rig: Rig) -> None:
     case = replace(CASES["window fills"], sink=np.full(6, 300.0, np.float32))
     np.testing.assert_array_equal(_attend(rig, case), np.zeros_like(case.q))
+
+
+def test_a_great_score_in_any_chunk_does_not_overflow(rig: Rig) -> None:
+    case = CASES["window fills"]
+    tokens, seen = len(case.q), case.reach
+    assert seen > KEYS  # two chunks: the first holds the oldest row, the last one the newest
+    for position in (tokens - 1, tokens - seen):
+        window = case.window.copy()
+        window[position % len(window)] *= 100
+        loud = replace(case, window=window)
+        found = _attend(rig, loud)[-1]
+        np.testing.assert_allclose(found, _cpu(loud)[-1], rtol=1e-3, atol=1e-3)
