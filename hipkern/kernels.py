@@ -28,9 +28,14 @@ _NONE: Defines = {}
 DECODERS = (1, 2, 3, 16, 21, 100, 101, 102, 103, 104, 106, 358, 363)
 """Ways to decode a block, by tensor type; 358 and 363 are second readings of 102 and 107."""
 
-EXPERTS = (*((d, d, d) for d in DECODERS), (21, 21, 16), (21, 21, 3), (0, 0, 0))
-"""Decoders of gate and up, of down, and of the shared expert's three. The code for 0 looks the
-decoder up for each matrix, and stands for every combination that is not listed."""
+EXPERTS = (
+    *((d, d, 16) for d in DECODERS),
+    *((21, 21, shared) for shared in (1, 3)),
+    (106, 104, 16),
+    (0, 0, 16),
+)
+"""Decoders of gate and up, of down, and of the shared expert's three, as artifacts have them; the
+code for 0 looks the decoder up for each matrix."""
 
 
 def builds(folder: Path = FOLDER) -> list[tuple[str, Defines]]:
