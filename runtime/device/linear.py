@@ -57,7 +57,7 @@ def linear(groups: Sequence[Group], tokens: int, shows: tuple[Shown, ...] = ()) 
     for group in groups:
         yield Launch(
             "linear.hip",
-            "linear",
+            packing.linear_kernel(tokens),
             (group.blocks, 1, 1),
             (group.jobs.address, group.count, tokens),
             {"DS4Q_DECODER": group.decoder},

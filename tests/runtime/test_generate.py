@@ -80,6 +80,31 @@ def test_prompt_goes_first_then_token_by_token() -> None:
     assert generation.ids == [7, 8, 9]
 
 
+class Greedy(Script):
+    """Also picks the next id where its logits are."""
+
+    def __init__(self, answers: Sequence[int | BaseException]) -> None:
+        super().__init__(answers)
+        self.picked = 0
+
+    def next_id(self, state: Any, ids: Sequence[int]) -> int:
+        self.picked += 1
+        return int(self.forward(state, ids)[0].argmax())
+
+
+def test_only_a_greedy_sampler_leaves_the_choice_to_the_engine() -> None:
+    engine = Greedy([7, 8, 9])
+    generation = start([7, 8, 9], engine=engine)
+    assert [step.id for step in generation] == [7, 8, 9]
+    assert engine.picked == 3
+    assert engine.fed == [[BOS, 1, 2], [7], [8]]
+    assert generation.timings.first_token_s >= generation.timings.prefill_s > 0
+    for sampler in (Sampler(temperature=1, top_p=1, seed=0), lambda logits: int(logits.argmax())):
+        engine = Greedy([7, 8, 9])
+        assert len(list(start([7, 8, 9], engine=engine, sampler=sampler))) == 3
+        assert engine.picked == 0
+
+
 def test_stop_token_ends_and_has_no_text(tokenizer: Tokenizer) -> None:
     generation = start([*b"hi", EOS, 99], tokenizer=tokenizer)
     assert [(step.id, step.text) for step in generation] == [(104, "h"), (105, "i"), (EOS, "")]
