@@ -239,7 +239,7 @@ def test_a_great_score_in_any_chunk_does_not_overflow(rig: Rig) -> None:
     assert seen > KEYS  # two chunks: the first holds the oldest row, the last one the newest
     for position in (tokens - 1, tokens - seen):
         window = case.window.copy()
-        window[position % len(window)] *= 100
+        window[position % len(window)] *= 1000
         loud = replace(case, window=window)
         found = _attend(rig, loud)[-1]
         np.testing.assert_allclose(found, _cpu(loud)[-1], rtol=1e-3, atol=1e-3)
