@@ -1,4 +1,5 @@
-"""Owns the way to a HIP device. Knows no layers, experts or files.
+"""Owns the way to a HIP device: its library, driver, kernels and code objects, and two libraries
+that stand in for ROCm (``sim``, ``cuda``). Knows no layers, experts or files.
 
-So far that is one question, whether a HIP library and a device are here; see ``probe``.
+Start at ``driver.Device`` and ``kernels.Kernels``. Nothing here has run on AMD hardware.
 """
