@@ -18,6 +18,7 @@ from ds4q import api
 from ds4q.cli import main
 from ds4q.hipkern.library import open_library
 from ds4q.hipkern.sim.control import Control
+from ds4q.runtime.device.engine import HipEngine
 
 DS4Q = [sys.executable, "-m", "ds4q"]
 DATA = Path(__file__).parents[1] / "data"
@@ -93,6 +94,8 @@ def test_the_same_seed_draws_the_same_ids(sim: Control, tiny_artifact: Path) -> 
         ({"fail": "hipMalloc:2:2"}, "hipErrorOutOfMemory"),
         ({"fail": "hipStreamSynchronize:3:719"}, "hipErrorLaunchFailure (719)"),
         ({"fail": "hipGraphLaunch:2:719"}, "hipErrorLaunchFailure (719)"),
+        ({"lost_after": 60}, "hipErrorLaunchFailure (719)"),
+        ({"lost_after": 330}, "hipErrorLaunchFailure (719)"),
         ({"fail": "hipMemcpyAsync:5:1"}, "hipMemcpyAsync failed"),
         ({"fail": "hipEventRecord:3:999"}, "hipEventRecord failed"),
     ],
@@ -123,7 +126,25 @@ def test_without_a_library_there_is_one_line(tiny_artifact: Path, tmp_path: Path
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_an_interrupt_frees_the_device_and_reports(tiny_artifact: Path) -> None:
+def test_an_interrupt_leaves_nothing_behind(
+    sim: Control, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixture looks."""
+    pick, left = HipEngine.next_id, [3]
+
+    def next_id(self: HipEngine, state: Any, ids: Any) -> int:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return pick(self, state, ids)
+
+    monkeypatch.setattr(HipEngine, "next_id", next_id)
+    result = run(str(tiny_artifact), "--device", "hip", "--max-tokens", "9", *OPTIONS)
+    assert result.exit_code == 130
+    assert "generated: 2 tokens" in result.stderr
+
+
+def test_a_signal_ends_a_run_with_a_report(tiny_artifact: Path) -> None:
     with subprocess.Popen(
         [*DS4Q, "run", str(tiny_artifact), "--device", "hip", "--max-tokens", "100000", *OPTIONS],
         stdout=subprocess.PIPE,
