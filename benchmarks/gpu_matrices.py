@@ -69,7 +69,7 @@ def _times(bench: Bench, kind: TensorType, rows: int, k: int) -> Times:
 
         def launch(i: int) -> None:
             bench.kernels.launch(
-                bench.stream, "linear.hip", "linear", (packing.linear_blocks(rows), 1, 1),
+                bench.stream, "linear.hip", "linear", (packing.linear_blocks(rows, k), 1, 1),
                 table + packing.JOB_BYTES * (i % count), 1, 1, defines={"DS4Q_DECODER": kind.id},
             )  # fmt: skip
 

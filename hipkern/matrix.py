@@ -43,8 +43,9 @@ JOB_BYTES = 72
 ABSENT = bytes(MATRIX_BYTES)
 """The struct of a matrix that is not there."""
 
-LINEAR_ROWS = 8  # rows of a job that a block of ``linear`` takes
-MOE_ROWS = 8  # rows that a block of the experts' kernels takes
+MOE_HIDDEN_ROWS = 32  # of ``moe_gate_up``'s result that a block gives
+MOE_OUT_ROWS = 16  # of ``moe_down``'s
+MOE_EXPERTS = 32  # of a token at most, the shared one included
 _DECODE_THREADS = 128
 _BLOCK = 32  # columns that a thread decodes
 
@@ -116,27 +117,51 @@ def pack_job(
 
     ``first_block`` is the sum of ``linear_blocks`` over the jobs before.
     """
-    return matrix + struct.pack("<2Q4i", x, y, x_stride, y_stride, first_block, 0)
+    rows, cols = struct.unpack_from("<2Q6i", matrix)[3:5]
+    block_rows = linear_rows(rows, cols)
+    return matrix + struct.pack("<2Q4i", x, y, x_stride, y_stride, first_block, block_rows)
 
 
-def linear_blocks(rows: int) -> int:
-    """Blocks of ``linear`` that a job of so many rows takes."""
-    return -(-rows // LINEAR_ROWS)
+def linear_rows(rows: int, cols: int) -> int:
+    """Rows of a matrix that a block of ``linear`` takes.
+
+    Many, so that what a block begins with is spread over them; fewer where there would be too few
+    blocks to fill a device. Of short rows, at least as many as its lanes take at once.
+    """
+    least = 8 if cols > 1024 else 16 if cols > 512 else 32
+    most = min(64, (1 << 17) // cols, rows // 256)
+    return max(least, 1 << most.bit_length() - 1 if most else 0)
+
+
+def linear_blocks(rows: int, cols: int) -> int:
+    """Blocks of ``linear`` that a job takes."""
+    return -(-rows // linear_rows(rows, cols))
 
 
 def linear_kernel(tokens: int) -> str:
     """The kernel of ``linear.hip`` for so many tokens; both give the same bits."""
-    return "linear"
+    return "linear" if tokens == 1 else "linear_batch"
 
 
 def gate_up_grid(width: int, k: int, tokens: int) -> tuple[int, int, int]:
     """Grid of ``moe_gate_up``: ``width`` rows of ``k`` routed experts and of the shared one."""
-    return -(-width // MOE_ROWS), k + 1, tokens
+    _check_experts(k)
+    return -(-width // MOE_HIDDEN_ROWS), k + 1, tokens
 
 
 def down_grid(rows: int, k: int, tokens: int) -> tuple[int, int, int]:
     """Grid of ``moe_down``."""
-    return -(-rows // MOE_ROWS), tokens, 1
+    _check_experts(k)
+    return -(-rows // MOE_OUT_ROWS), tokens, 1
+
+
+def _check_experts(k: int) -> None:
+    if not 0 < k < MOE_EXPERTS:
+        raise HipUsageError(
+            "kernels cannot take so many experts of a token",
+            expected=f"1 to {MOE_EXPERTS - 1}",
+            found=k,
+        )
 
 
 def decode_grid(rows: int, cols: int) -> tuple[int, int, int]:

@@ -19,20 +19,21 @@
 // One block's values. Each is one correctly rounded product, as in the codecs.
 DS4Q_FN void decode_block(const ds4q_u8* row, int block, const ds4q_tables& tables, float* value) {
   using format = ds4q_format<DS4Q_DECODER>;
-  ds4q_u32 words[(format::BLOCK_BYTES + 3) / 4];
-  float level[DS4Q_BLOCK], scale[2];
-  ds4q_load_block<format::BLOCK_BYTES>(row + format::HEADER + (ds4q_u64)block * format::BLOCK_BYTES,
-                                       words);
-  format::unpack(words, 0, tables, level, scale);
+  ds4q_codes codes =
+      ds4q_load_block<DS4Q_DECODER>(row + format::HEADER + (ds4q_u64)block * format::BLOCK_BYTES);
   float factor = format::factor(row);
   DS4Q_UNROLL
-  for (int i = 0; i < DS4Q_BLOCK; i++) {
-    // A zero with a sign is +0 where the codec looks it up among whole numbers.
-    float exact = format::SIGNED_ZERO ? level[i] : level[i] + 0.0f;
-    float weight = scale[format::HALVES ? i / 16 : 0];
-    // Exact but for the last product: a row's factor goes with a level, a type's with a scale, since
-    // a book may hold levels at the end of the range.
-    value[i] = format::HEADER ? exact * factor * weight : exact * (weight * factor);
+  for (int c = 0; c < DS4Q_BLOCK / 8; c++) {
+    float level[8];
+    format::eight(codes.words, codes.bytes, tables, c, level);
+    DS4Q_UNROLL
+    for (int i = 0; i < 8; i++) {
+      int at = ds4q_place<DS4Q_DECODER>(c, i / 4) + i % 4;
+      float scale = format::scale(codes.bytes, tables, format::HALVES ? at / 16 : 0);
+      // A zero with a sign is +0 where the codec looks it up among whole numbers.
+      float exact = format::SIGNED_ZERO ? level[i] : level[i] + 0.0f;
+      value[at] = exact * factor * scale;
+    }
   }
 }
 

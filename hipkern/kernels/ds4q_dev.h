@@ -136,7 +136,8 @@ inline void ds4q_copy_commit() { ds4q_sim.copy_commit(); }
 template <int PENDING>
 inline void ds4q_copy_wait() { ds4q_sim.copy_wait(PENDING); }
 inline void ds4q_count(ds4q_u32* at, ds4q_u32 more) { ds4q_sim.atomic_add(at, more); }
-// Byte i of the result is byte (selector >> 4 i & 7) of the eight bytes of low, then high.
+// Byte i of the result is byte (selector >> 4 i) & 15 < 8 of the eight bytes of low, then high. The
+// upper half of the selector is not looked at.
 inline ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
   ds4q_u64 all = (ds4q_u64)high << 32 | low;
   ds4q_u32 found = 0;
@@ -195,7 +196,9 @@ DS4Q_FN void ds4q_copy_wait() {
 }
 DS4Q_FN void ds4q_count(ds4q_u32* at, ds4q_u32 more) { atomicAdd(at, more); }
 DS4Q_FN ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
-  return __byte_perm(low, high, selector & 0x7777u);
+  ds4q_u32 found;  // __byte_perm would spend an operation on clearing what is clear
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(low), "r"(high), "r"(selector));
+  return found;
 }
 
 #else
@@ -253,8 +256,8 @@ inline void ds4q_count(ds4q_u32* at, ds4q_u32 more) {
   __hip_atomic_fetch_add(at, more, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
 }
 inline ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
-  ds4q_u32 pairs = (selector & 0x0077u) | (selector & 0x7700u) << 8;
-  return __builtin_amdgcn_perm(high, low, (pairs & 0x00070007u) | (pairs & 0x00700070u) << 4);
+  ds4q_u32 pairs = __builtin_amdgcn_perm(0, selector, 0x0c010c00u);
+  return __builtin_amdgcn_perm(high, low, (pairs | pairs << 4) & 0x0f0f0f0fu);
 }
 #endif
 

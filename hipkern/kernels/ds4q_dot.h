@@ -1,71 +1,141 @@
-// Owns the definition of a row's product with activations, and how a group of 32 lanes forms it.
+// Owns the definition of a row's product with activations, and the parts that kernels build it of.
 //
 // The sum, for every kernel and target (w weight, x activation, all f32, fma = ds4q_fma):
-//   packed formats (3, 21, 100 and above): a tile is 128 weights of a row. Lane l of a group takes
+//   packed formats (3, 21, 100 and above): a tile is 64 weights of a row. Lane l of a group takes
 //     tiles l, l + 32, ... in order, the blocks of a tile in order, the weights of a block, or of
-//     each half of it where halves have scales of their own, in order: acc = fma(level, x, acc) from
-//     0, then total = fma(scale, acc, total) from 0.
+//     each half of it where the format has halves, in order: acc = fma(level, x, acc) from 0; then
+//     total = fma(scale, acc, total) from 0.
 //   wide formats (1, 2, 16): lane l takes weights 8 l to 8 l + 7 of each 256 of a row, in order:
 //     total = fma(w, x, total) from 0.
 //   The lanes' totals are summed as ds4q_group_sum does; then comes one multiplication with the
 //   format's factor (the row's scale, or the power of two that UE4M3 scales lack).
-// Nothing of it depends on how many rows, tokens or blocks a launch has.
+// Nothing of it depends on how many rows, tokens or blocks a launch has. Short rows share a group:
+// the steps of the sum that they leave out would add zeros.
 #pragma once
 #include "ds4q_unpack.h"
 
-#define DS4Q_TILE 128   // weights of a packed row that a lane takes at once
-#define DS4Q_TOKENS 8   // activation rows that share one reading of the weights
+#define DS4Q_TILE 64  // weights that a lane takes at once
+#define DS4Q_TILE_BLOCKS (DS4Q_TILE / DS4Q_BLOCK)
+#define DS4Q_PART (DS4Q_TILE * DS4Q_LANES)  // columns that a group takes at once
+#define DS4Q_TOKENS 8                       // rows of activations that share reading the weights
+
+struct alignas(16) ds4q_piece {
+  ds4q_u32 words[4];
+};
+struct alignas(16) ds4q_four {
+  float x[4];
+};
 
 template <int DECODER>
 inline constexpr bool ds4q_is_wide = DECODER == 1 || DECODER == 2 || DECODER == 16;
 
+DS4Q_FN int ds4q_least(int a, int b) { return a < b ? a : b; }
+
+// ---- products ------------------------------------------------------------------------------------
+DS4Q_FN ds4q_four ds4q_read_four(const float* at) { return *(const ds4q_four*)at; }
+
+// A block that lies `from` bytes after `row`, which 4 divides; one word more may be read.
 template <int DECODER>
-DS4Q_FN float ds4q_add_block(const float* level, const float* scale, const float* x, float total) {
-  constexpr int SPAN = ds4q_format<DECODER>::HALVES ? DS4Q_BLOCK / 2 : DS4Q_BLOCK;
+DS4Q_FN ds4q_codes ds4q_read_block(const ds4q_u8* row, int from) {
+  using format = ds4q_format<DECODER>;
+  int first = from + format::CODES, shift = first % 4 * 8;
+  const ds4q_u32* words = (const ds4q_u32*)(row + first / 4 * 4);
+  ds4q_codes codes;
+  ds4q_u32 low = words[0];
   DS4Q_UNROLL
-  for (int h = 0; h < DS4Q_BLOCK / SPAN; h++) {
-    float acc = 0.0f;
-    DS4Q_UNROLL
-    for (int i = 0; i < SPAN; i++) acc = ds4q_fma(level[SPAN * h + i], x[SPAN * h + i], acc);
-    total = ds4q_fma(scale[h], acc, total);
+  for (int i = 0; i < (format::CODE_BYTES + 3) / 4; i++) {
+    ds4q_u32 high = words[i + 1];
+    codes.words[i] = (ds4q_u32)(((ds4q_u64)high << 32 | low) >> shift);
+    low = high;
   }
-  return total;
+  if constexpr (format::BLOCK_BYTES % 2 == 0) {
+    ds4q_u32 both = *(const ds4q_u16*)(row + from + format::SCALE);
+    codes.bytes[0] = both & 255, codes.bytes[1] = both >> 8;
+  } else {
+    codes.bytes[0] = row[from + format::SCALE];
+  }
+  return codes;
 }
 
-// Products of one row with `count` <= TOKENS activation rows, in every lane.
-template <int DECODER, int TOKENS>
-DS4Q_FN void ds4q_row(const ds4q_matrix& w, const ds4q_tables& tables, int row, const float* x,
-                      int x_stride, int count, float* y) {
+// Adds one block of each of STREAMS rows, whose columns' activations begin at x, to totals.
+template <int DECODER, int STREAMS>
+DS4Q_FN void ds4q_add_blocks(const ds4q_codes* codes, const ds4q_tables* tables, const float* x,
+                             float* totals) {
   using format = ds4q_format<DECODER>;
-  const ds4q_u8* at = w.data + (ds4q_u64)row * (ds4q_u64)w.row_bytes;
-  float totals[TOKENS] = {};
-  constexpr bool WIDE = ds4q_is_wide<DECODER>;
-  constexpr int SPAN = WIDE ? 8 : DS4Q_BLOCK, LEAP = WIDE ? 8 * DS4Q_LANES : DS4Q_TILE * DS4Q_LANES;
-  constexpr int PARTS = WIDE ? 1 : DS4Q_TILE / DS4Q_BLOCK;
-  for (int first = (int)ds4q_lane() * SPAN * PARTS; first < w.cols; first += LEAP) {
-    for (int c = first; c < w.cols && c < first + SPAN * PARTS; c += SPAN) {
-      if constexpr (WIDE) {
-        ds4q_u32 words[format::BLOCK_BYTES / 4];
-        float level[DS4Q_BLOCK], scale[2];
-        for (int i = 0; i < format::BLOCK_BYTES / 16; i++) {
-          words[i] = ((const ds4q_u32*)(at + c / 8 * (format::BLOCK_BYTES / 4)))[i];
-        }
-        format::unpack(words, 0, tables, level, scale);
-        for (int t = 0; t < TOKENS && t < count; t++) {
-          for (int i = 0; i < 8; i++) totals[t] = ds4q_fma(level[i], x[t * x_stride + c + i], totals[t]);
-        }
-      } else {
-        ds4q_u32 words[(format::BLOCK_BYTES + 3) / 4];
-        float level[DS4Q_BLOCK], scale[2];
-        ds4q_load_block<format::BLOCK_BYTES>(
-            at + format::HEADER + c / DS4Q_BLOCK * format::BLOCK_BYTES, words);
-        format::unpack(words, 0, tables, level, scale);
-        for (int t = 0; t < TOKENS && t < count; t++) {
-          totals[t] = ds4q_add_block<DECODER>(level, scale, x + (ds4q_u64)t * x_stride + c, totals[t]);
+  float acc[STREAMS][2] = {};
+  DS4Q_UNROLL
+  for (int c = 0; c < DS4Q_BLOCK / 8; c++) {
+    DS4Q_UNROLL
+    for (int i = 0; i < 2; i++) {
+      int place = ds4q_place<DECODER>(c, i), half = format::HALVES ? place / 16 : 0;
+      ds4q_four four = ds4q_read_four(x + place);
+      DS4Q_UNROLL
+      for (int s = 0; s < STREAMS; s++) {
+        float level[8];
+        format::eight(codes[s].words, codes[s].bytes, tables[s], c, level);
+        DS4Q_UNROLL
+        for (int j = 0; j < 4; j++) {
+          acc[s][half] = ds4q_fma(level[4 * i + j], four.x[j], acc[s][half]);
         }
       }
     }
   }
-  float factor = format::factor(at);
-  for (int t = 0; t < TOKENS && t < count; t++) y[t] = ds4q_group_sum(totals[t]) * factor;
+  DS4Q_UNROLL
+  for (int s = 0; s < STREAMS; s++) {
+    DS4Q_UNROLL
+    for (int h = 0; h <= (int)format::HALVES; h++) {
+      totals[s] = ds4q_fma(format::scale(codes[s].bytes, tables[s], h), acc[s][h], totals[s]);
+    }
+  }
+}
+
+// The lanes of a row give its sum to all of them.
+DS4Q_FN float ds4q_row_sum(float total, int lanes) {
+  DS4Q_UNROLL
+  for (int d = 1; d < DS4Q_LANES; d *= 2) {
+    float other = ds4q_shuffle(total, ds4q_lane() ^ (ds4q_u32)d);
+    total = total + (d < lanes ? other : 0.0f);
+  }
+  return total;
+}
+
+// A lane's totals of one row, which may lie at any address and have any number of blocks, with
+// `count` <= TOKENS rows of activations. Reads straight from device memory.
+template <int DECODER, int TOKENS>
+DS4Q_FN void ds4q_any_row(const ds4q_u8* row, int cols, const ds4q_tables& tables, const float* x,
+                          ds4q_u64 x_stride, int count, float* totals) {
+  using format = ds4q_format<DECODER>;
+  constexpr bool WIDE = ds4q_is_wide<DECODER>;
+  constexpr int SPAN = WIDE ? 8 : DS4Q_TILE;  // columns of a lane, one after the other
+  DS4Q_UNROLL
+  for (int t = 0; t < TOKENS; t++) totals[t] = 0.0f;
+  DS4Q_ROLLED
+  for (int first = (int)ds4q_lane() * SPAN; first < cols; first += SPAN * DS4Q_LANES) {
+    if constexpr (WIDE) {
+      constexpr int BYTES = format::BLOCK_BYTES / 4;
+      ds4q_u32 words[BYTES / 4];
+      ds4q_load_words<BYTES>(row + first / 8 * BYTES, words);
+      float level[8];
+      format::eight(words, nullptr, tables, 0, level);
+      DS4Q_UNROLL
+      for (int t = 0; t < TOKENS; t++) {
+        if (t >= count) break;
+        DS4Q_UNROLL
+        for (int i = 0; i < 8; i++) {
+          totals[t] = ds4q_fma(level[i], x[t * x_stride + first + i], totals[t]);
+        }
+      }
+    } else {
+      DS4Q_ROLLED
+      for (int c = first; c < ds4q_least(first + SPAN, cols); c += DS4Q_BLOCK) {
+        ds4q_codes codes = ds4q_load_block<DECODER>(row + format::HEADER +
+                                                    c / DS4Q_BLOCK * format::BLOCK_BYTES);
+        DS4Q_UNROLL
+        for (int t = 0; t < TOKENS; t++) {
+          if (t >= count) break;
+          ds4q_add_blocks<DECODER, 1>(&codes, &tables, x + t * x_stride + c, totals + t);
+        }
+      }
+    }
+  }
 }

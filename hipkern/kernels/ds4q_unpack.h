@@ -13,9 +13,6 @@
 //   104 ROCmFP3 (also 105)      14 B      UE4M3 in bytes 12, 13          3 bits, through books
 //   106 ROCmFP2 (107 but affine) 10 B     UE4M3 in bytes 8, 9            2 bits, through books
 //   363 ROCmFP2 affine          10 B      code * byte 8 - byte 9         exact in f32
-//
-// Words of a block are read at any byte offset; offsets are constants once loops are unrolled, so
-// nothing is left of the choice between aligned and shifted words.
 #pragma once
 #include "ds4q_dev.h"
 
@@ -33,25 +30,23 @@ struct ds4q_job {  // y[t * y_stride + row] = row . x[t * x_stride ...]
   ds4q_matrix w;
   const float* x;
   float* y;
-  int x_stride, y_stride, first_block, spare;
+  int x_stride, y_stride, first_block, block_rows;  // 8, 16 or 32 rows a block
 };
 static_assert(sizeof(ds4q_books) == 40 && sizeof(ds4q_matrix) == 40 && sizeof(ds4q_job) == 72, "");
 
 #define DS4Q_BLOCK 32  // weights of a block
 
 // ---- words and bytes of a block ------------------------------------------------------------------
-DS4Q_FN ds4q_u32 ds4q_word(const ds4q_u32* words, int at) {  // the four bytes from byte `at` on
-  ds4q_u32 low = words[at / 4], shift = (ds4q_u32)at % 4 * 8;
-  return shift == 0 ? low : (low >> shift) | (words[at / 4 + 1] << (32 - shift));
-}
-DS4Q_FN ds4q_u32 ds4q_byte(const ds4q_u32* words, int at) {
-  return words[at / 4] >> (at % 4 * 8) & 255;
-}
+#if defined(DS4Q_SIM)
+#define DS4Q_ROLLED  // a loop that would crowd the instruction cache
+#else
+#define DS4Q_ROLLED _Pragma("unroll 1")
+#endif
 
-// A block's bytes from any address. The words that hold them are read whole: up to three bytes
-// before the block and after it, which a matrix has (its data is aligned, and followed by more).
+// `BYTES` bytes from any address on. The words that hold them are read whole: up to three bytes
+// before the first and after the last, which a matrix has.
 template <int BYTES>
-DS4Q_FN void ds4q_load_block(const ds4q_u8* at, ds4q_u32* words) {
+DS4Q_FN void ds4q_load_words(const ds4q_u8* at, ds4q_u32* words) {
   int before = (int)((ds4q_u64)at & 3);
   const ds4q_u32* from = (const ds4q_u32*)(at - before);
   ds4q_u32 low = from[0];
@@ -61,6 +56,10 @@ DS4Q_FN void ds4q_load_block(const ds4q_u8* at, ds4q_u32* words) {
     words[i] = (ds4q_u32)(((ds4q_u64)high << 32 | low) >> 8 * before);
     low = high;
   }
+}
+DS4Q_FN ds4q_u32 ds4q_word(const ds4q_u32* words, int at) {  // the four bytes from byte `at` on
+  ds4q_u32 low = words[at / 4], shift = (ds4q_u32)at % 4 * 8;
+  return shift == 0 ? low : (low >> shift) | (words[at / 4 + 1] << (32 - shift));
 }
 
 // ---- scales --------------------------------------------------------------------------------------
@@ -134,137 +133,129 @@ DS4Q_FN void ds4q_int8(ds4q_u32 word, float* value) {
 }
 
 // ---- formats -------------------------------------------------------------------------------------
-// A format tells: BLOCK_BYTES; HEADER bytes before a row's blocks; HALVES, whether weights 0-15 and
-// 16-31 have scales of their own; BOOKS; SIGNED_ZERO, whether a negative zero level is one; unpack,
-// which gives levels and scales of the block that begins `at` bytes after `words`; and factor, what
-// a row's sum is still to be multiplied with.
+// A format tells: BLOCK_BYTES; HEADER bytes before a row's blocks; in a block CODE_BYTES from byte
+// CODES on, and SCALES scale bytes from byte SCALE on; HALVES, whether weights 0-15 and 16-31 are
+// summed apart, each with its scale; BOOKS; SIGNED_ZERO, whether a negative zero level is one.
+// `eight` gives eight levels: those of weights 8 c to 8 c + 7, or where SPLIT, of weights 4 c to
+// 4 c + 3 and 16 + 4 c to 19 + 4 c. `scale` gives the scale of half h, `factor` what a row's sum is
+// still to be multiplied with.
 template <int DECODER>
 struct ds4q_format;
 
 struct ds4q_plain {  // what most formats have
-  static constexpr int HEADER = 0;
-  static constexpr bool HALVES = false, BOOKS = false, SIGNED_ZERO = true;
+  static constexpr int HEADER = 0, CODES = 0;
+  static constexpr bool HALVES = false, BOOKS = false, SIGNED_ZERO = true, SPLIT = false;
   static DS4Q_FN float factor(const ds4q_u8* row) { return 1.0f; }
 };
-struct ds4q_rocmfpx : ds4q_plain {
+template <int BITS, int SCALE_BYTES>
+struct ds4q_rocmfpx : ds4q_plain {  // codes, then scale bytes
+  static constexpr int CODE_BYTES = 4 * BITS, SCALE = CODE_BYTES, SCALES = SCALE_BYTES;
+  static constexpr int BLOCK_BYTES = CODE_BYTES + SCALES;
+  static constexpr bool HALVES = SCALES == 2;
   static DS4Q_FN float factor(const ds4q_u8* row) { return DS4Q_UE4M3; }
+  static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) {
+    return ds4q_ue4m3(bytes[h]);
+  }
 };
 
+template <int BYTES>
+struct ds4q_wide : ds4q_plain {  // weights are levels alone
+  static constexpr int BLOCK_BYTES = 32 * BYTES, CODE_BYTES = BLOCK_BYTES, SCALE = 0, SCALES = 0;
+  static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) { return 1.0f; }
+};
 template <>
-struct ds4q_format<1> : ds4q_plain {  // F16
-  static constexpr int BLOCK_BYTES = 64;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
+struct ds4q_format<1> : ds4q_wide<2> {  // F16
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
     DS4Q_UNROLL
-    for (int i = 0; i < 16; i++) ds4q_half_pair(words[at / 4 + i], level + 2 * i, level + 2 * i + 1);
-    scale[0] = 1.0f;
+    for (int i = 0; i < 4; i++) ds4q_half_pair(codes[4 * c + i], level + 2 * i, level + 2 * i + 1);
   }
 };
 template <>
-struct ds4q_format<2> : ds4q_plain {  // F32
-  static constexpr int BLOCK_BYTES = 128;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
+struct ds4q_format<2> : ds4q_wide<4> {  // F32
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
     DS4Q_UNROLL
-    for (int i = 0; i < 32; i++) level[i] = ds4q_float(words[at / 4 + i]);
-    scale[0] = 1.0f;
+    for (int i = 0; i < 8; i++) level[i] = ds4q_float(codes[8 * c + i]);
   }
 };
 template <>
-struct ds4q_format<16> : ds4q_plain {  // BF16
-  static constexpr int BLOCK_BYTES = 64;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
+struct ds4q_format<16> : ds4q_wide<2> {  // BF16
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
     DS4Q_UNROLL
-    for (int i = 0; i < 16; i++) {
-      level[2 * i] = ds4q_float(words[at / 4 + i] << 16);
-      level[2 * i + 1] = ds4q_float(words[at / 4 + i] & 0xffff0000u);
+    for (int i = 0; i < 4; i++) {
+      level[2 * i] = ds4q_float(codes[4 * c + i] << 16);
+      level[2 * i + 1] = ds4q_float(codes[4 * c + i] & 0xffff0000u);
     }
-    scale[0] = 1.0f;
   }
 };
 template <>
 struct ds4q_format<3> : ds4q_plain {  // Q8F16
-  static constexpr int BLOCK_BYTES = 34;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
-    DS4Q_UNROLL
-    for (int i = 0; i < 8; i++) ds4q_int8(ds4q_word(words, at + 2 + 4 * i), level + 4 * i);
-    scale[0] = ds4q_half((ds4q_u16)(words[at / 4] >> at % 4 * 8));
+  static constexpr int BLOCK_BYTES = 34, CODES = 2, CODE_BYTES = 32, SCALE = 0, SCALES = 2;
+  static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) {
+    return ds4q_half((ds4q_u16)(bytes[0] | (bytes[1] << 8)));
+  }
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
+    ds4q_int8(codes[2 * c], level);
+    ds4q_int8(codes[2 * c + 1], level + 4);
   }
 };
 template <>
 struct ds4q_format<21> : ds4q_plain {  // HFP4G32
-  static constexpr int BLOCK_BYTES = 17, HEADER = 16;
+  static constexpr int BLOCK_BYTES = 17, HEADER = 16, CODES = 1, CODE_BYTES = 16;
+  static constexpr int SCALE = 0, SCALES = 1;
   static DS4Q_FN float factor(const ds4q_u8* row) {
     return ds4q_half((ds4q_u16)(row[0] | (row[1] << 8)));
   }
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
-    DS4Q_UNROLL
-    for (int i = 0; i < 4; i++) {
-      ds4q_fp4(ds4q_word(words, at + 1 + 4 * i), 0x3e3c3800u, 0x46444240u, level + 8 * i);
-    }
-    scale[0] = ds4q_e8m0(ds4q_byte(words, at));
+  static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) {
+    return ds4q_e8m0(bytes[0]);
+  }
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
+    ds4q_fp4(codes[c], 0x3e3c3800u, 0x46444240u, level);
   }
 };
 
-// Nibbles j and j + 16 share a byte.
-DS4Q_FN void ds4q_rocmfp4_levels(const ds4q_u32* words, int at, float* level) {
-  DS4Q_UNROLL
-  for (int i = 0; i < 4; i++) {
-    float eight[8];
-    ds4q_fp4(ds4q_word(words, at + 4 * i), 0x42403c00u, 0x49484644u, eight);
+template <int SCALE_BYTES>
+struct ds4q_rocmfp4 : ds4q_rocmfpx<4, SCALE_BYTES> {  // nibbles j and j + 16 share a byte
+  static constexpr bool HALVES = true, SIGNED_ZERO = false, SPLIT = true;
+  static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) {
+    return ds4q_ue4m3(bytes[SCALE_BYTES == 2 ? h : 0]);
+  }
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
+    float mixed[8];
+    ds4q_fp4(codes[c], 0x42403c00u, 0x49484644u, mixed);
     DS4Q_UNROLL
-    for (int j = 0; j < 4; j++) {
-      level[4 * i + j] = eight[2 * j];
-      level[4 * i + j + 16] = eight[2 * j + 1];
-    }
-  }
-}
-template <>
-struct ds4q_format<100> : ds4q_rocmfpx {  // ROCmFP4
-  static constexpr int BLOCK_BYTES = 18;
-  static constexpr bool HALVES = true, SIGNED_ZERO = false;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
-    ds4q_rocmfp4_levels(words, at, level);
-    scale[0] = ds4q_ue4m3(ds4q_byte(words, at + 16));
-    scale[1] = ds4q_ue4m3(ds4q_byte(words, at + 17));
+    for (int i = 0; i < 8; i++) level[i] = mixed[i % 4 * 2 + i / 4];
   }
 };
 template <>
-struct ds4q_format<101> : ds4q_rocmfpx {  // ROCmFP4Fast
-  static constexpr int BLOCK_BYTES = 17;
-  static constexpr bool SIGNED_ZERO = false;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
-    ds4q_rocmfp4_levels(words, at, level);
-    scale[0] = ds4q_ue4m3(ds4q_byte(words, at + 16));
-  }
-};
+struct ds4q_format<100> : ds4q_rocmfp4<2> {};  // ROCmFP4
+template <>
+struct ds4q_format<101> : ds4q_rocmfp4<1> {};  // ROCmFP4Fast
 
 // Four codes of 6 bits lie in 24: sign above a magnitude, which is a mantissa of a float of 2^23.
 template <bool NEG32>
-struct ds4q_rocmfp6 : ds4q_rocmfpx {
-  static constexpr int BLOCK_BYTES = 26;
-  static constexpr bool HALVES = true, SIGNED_ZERO = false;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
+struct ds4q_rocmfp6 : ds4q_rocmfpx<6, 2> {
+  static constexpr bool SIGNED_ZERO = false;
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
     DS4Q_UNROLL
-    for (int i = 0; i < 8; i++) {
-      ds4q_u32 codes = ds4q_word(words, at + 3 * i);
+    for (int i = 0; i < 2; i++) {
+      int at = 6 * c + 3 * i;  // its first byte
+      ds4q_u32 four = at % 4 == 1 ? codes[at / 4] >> 8 : ds4q_word(codes, at);
       DS4Q_UNROLL
       for (int j = 0; j < 4; j++) {
-        ds4q_u32 code = codes >> (6 * j);
+        ds4q_u32 code = four >> (6 * j);
         ds4q_u32 sign = (code << 26) & 0x80000000u;
         float magnitude = ds4q_float((code & 31) | 0x4b000000u) - 8388608.0f;
         if (NEG32) magnitude = (code & 63) == 32 ? 32.0f : magnitude;
         level[4 * i + j] = ds4q_float(ds4q_bits(magnitude) | sign);
       }
     }
-    scale[0] = ds4q_ue4m3(ds4q_byte(words, at + 24));
-    scale[1] = ds4q_ue4m3(ds4q_byte(words, at + 25));
   }
 };
 template <>
@@ -272,88 +263,88 @@ struct ds4q_format<102> : ds4q_rocmfp6<false> {};  // code 32 is zero
 template <>
 struct ds4q_format<358> : ds4q_rocmfp6<true> {};  // code 32 is -32
 template <>
-struct ds4q_format<103> : ds4q_rocmfpx {  // ROCmFP8
-  static constexpr int BLOCK_BYTES = 33;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
-    DS4Q_UNROLL
-    for (int i = 0; i < 8; i++) ds4q_int8(ds4q_word(words, at + 4 * i), level + 4 * i);
-    scale[0] = ds4q_ue4m3(ds4q_byte(words, at + 32));
+struct ds4q_format<103> : ds4q_rocmfpx<8, 1> {  // ROCmFP8
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
+    ds4q_int8(codes[2 * c], level);
+    ds4q_int8(codes[2 * c + 1], level + 4);
   }
 };
 
+template <int BITS>
+struct ds4q_booked : ds4q_rocmfpx<BITS, 2> {  // bit 7 of a scale byte chooses the book
+  static constexpr bool BOOKS = true;
+  static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) {
+    return ds4q_ue4m3(bytes[h] & t.scale_bits);
+  }
+};
 // Codes of 3 bits, four in 12 bits of each half of `fields`, brought to nibbles.
 DS4Q_FN ds4q_u32 ds4q_spread3(ds4q_u32 fields) {
   ds4q_u32 pairs = (fields & 0x0fc00fc0u) * 4 + (fields & 0x003f003fu);
   return pairs + (pairs & 0x38383838u);
 }
 template <>
-struct ds4q_format<104> : ds4q_rocmfpx {  // ROCmFP3, ROCmFP3Mix
-  static constexpr int BLOCK_BYTES = 14;
-  static constexpr bool HALVES = true, BOOKS = true;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
-    DS4Q_UNROLL
-    for (int h = 0; h < 2; h++) {
-      ds4q_u32 byte = ds4q_byte(words, at + 12 + h);
-      bool upper = byte & 0x80;
-      ds4q_u32 low[2] = {upper ? t.low[1][0] : t.low[0][0], upper ? t.low[1][1] : t.low[0][1]};
-      ds4q_u32 high[2] = {upper ? t.high[1][0] : t.high[0][0], upper ? t.high[1][1] : t.high[0][1]};
-      ds4q_u32 first = ds4q_word(words, at + 6 * h), last = ds4q_word(words, at + 6 * h + 2);
-      // Bits 0 and 24 begin codes 0 and 8; bits 12 and 36, codes 4 and 12.
-      ds4q_u32 even = ds4q_spread3(ds4q_bytes(first, last, 0x6310));
-      ds4q_u32 odd = ds4q_spread3(ds4q_bytes(first, last, 0x7621) >> 4);
-      float* to = level + 16 * h;
-      ds4q_look_up<1>(low, high, even, to);
-      ds4q_look_up<1>(low, high, odd, to + 4);
-      ds4q_look_up<1>(low, high, even >> 16, to + 8);
-      ds4q_look_up<1>(low, high, odd >> 16, to + 12);
-      scale[h] = ds4q_ue4m3(byte & t.scale_bits);
-    }
+struct ds4q_format<104> : ds4q_booked<3> {  // ROCmFP3, ROCmFP3Mix
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
+    int h = c / 2, shift = c % 2 * 16;
+    bool upper = bytes[h] & 0x80;
+    ds4q_u32 low[2] = {upper ? t.low[1][0] : t.low[0][0], upper ? t.low[1][1] : t.low[0][1]};
+    ds4q_u32 high[2] = {upper ? t.high[1][0] : t.high[0][0], upper ? t.high[1][1] : t.high[0][1]};
+    // Bits 0 and 24 of a half begin codes 0 and 8; bits 12 and 36, codes 4 and 12.
+    ds4q_u32 even = ds4q_bytes(codes[h], codes[h + 1], h ? 0x6532 : 0x4310);
+    ds4q_u32 odd = ds4q_bytes(codes[h], codes[h + 1], h ? 0x7643 : 0x5421) >> 4;
+    ds4q_look_up<1>(low, high, ds4q_spread3(even) >> shift, level);
+    ds4q_look_up<1>(low, high, ds4q_spread3(odd) >> shift, level + 4);
   }
 };
 template <>
-struct ds4q_format<106> : ds4q_rocmfpx {  // ROCmFP2Mix, ROCmFP2 dual, s40 and sign
-  static constexpr int BLOCK_BYTES = 10;
-  static constexpr bool HALVES = true, BOOKS = true;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
-    DS4Q_UNROLL
-    for (int h = 0; h < 2; h++) {
-      ds4q_u32 byte = ds4q_byte(words, at + 8 + h);
-      bool upper = byte & 0x80;
-      ds4q_u32 low[2] = {upper ? t.low[1][0] : t.low[0][0], 0};
-      ds4q_u32 high[2] = {upper ? t.high[1][0] : t.high[0][0], 0};
-      ds4q_u32 codes = ds4q_word(words, at + 4 * h);
-      ds4q_u32 even = codes & 0x33333333u, odd = (codes >> 2) & 0x33333333u;
-      float* to = level + 16 * h;
-      ds4q_look_up<2>(low, high, even, to);
-      ds4q_look_up<2>(low, high, odd, to + 1);
-      ds4q_look_up<2>(low, high, even >> 16, to + 8);
-      ds4q_look_up<2>(low, high, odd >> 16, to + 9);
-      scale[h] = ds4q_ue4m3(byte & t.scale_bits);
-    }
+struct ds4q_format<106> : ds4q_booked<2> {  // ROCmFP2Mix, ROCmFP2 dual, s40 and sign
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
+    int h = c / 2, shift = c % 2 * 16;
+    bool upper = bytes[h] & 0x80;
+    ds4q_u32 low[2] = {upper ? t.low[1][0] : t.low[0][0], 0};
+    ds4q_u32 high[2] = {upper ? t.high[1][0] : t.high[0][0], 0};
+    ds4q_look_up<2>(low, high, (codes[h] & 0x33333333u) >> shift, level);
+    ds4q_look_up<2>(low, high, ((codes[h] >> 2) & 0x33333333u) >> shift, level + 1);
   }
 };
 template <>
-struct ds4q_format<363> : ds4q_plain {  // ROCmFP2 affine: levels are the values
-  static constexpr int BLOCK_BYTES = 10;
-  static DS4Q_FN void unpack(const ds4q_u32* words, int at, const ds4q_tables& t, float* level,
-                             float* scale) {
-    float step = ds4q_ue4m3(ds4q_byte(words, at + 8)) * DS4Q_UE4M3;
-    float offset = ds4q_ue4m3(ds4q_byte(words, at + 9)) * DS4Q_UE4M3;
+struct ds4q_format<363> : ds4q_rocmfpx<2, 2> {  // ROCmFP2 affine: levels are the values
+  static constexpr bool HALVES = false;
+  static DS4Q_FN float factor(const ds4q_u8* row) { return 1.0f; }
+  static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) { return 1.0f; }
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
+    float step = ds4q_ue4m3(bytes[0]) * DS4Q_UE4M3, offset = ds4q_ue4m3(bytes[1]) * DS4Q_UE4M3;
     DS4Q_UNROLL
-    for (int h = 0; h < 2; h++) {
-      ds4q_u32 codes = ds4q_word(words, at + 4 * h);
-      DS4Q_UNROLL
-      for (int i = 0; i < 16; i++) {
-        float code = ds4q_float(((codes >> (2 * i)) & 3) | 0x4b000000u) - 8388608.0f;
-        level[16 * h + i] = code * step - offset;
-      }
+    for (int i = 0; i < 8; i++) {
+      ds4q_u32 code = (codes[c / 2] >> (c % 2 * 16 + 2 * i)) & 3;
+      level[i] = (ds4q_float(code | 0x4b000000u) - 8388608.0f) * step - offset;
     }
-    scale[0] = 1.0f;
   }
 };
+
+// Where weight 4 i of eight levels c stands in its block.
+template <int DECODER>
+DS4Q_FN int ds4q_place(int c, int i) {
+  return ds4q_format<DECODER>::SPLIT ? 4 * c + 16 * i : 8 * c + 4 * i;
+}
+
+struct ds4q_codes {  // a block in registers
+  ds4q_u32 words[32], bytes[2];
+};
+// A block from any address.
+template <int DECODER>
+DS4Q_FN ds4q_codes ds4q_load_block(const ds4q_u8* block) {
+  using format = ds4q_format<DECODER>;
+  ds4q_codes codes;
+  ds4q_load_words<format::CODE_BYTES>(block + format::CODES, codes.words);
+  DS4Q_UNROLL
+  for (int i = 0; i < format::SCALES; i++) codes.bytes[i] = block[format::SCALE + i];
+  return codes;
+}
 
 template <int DECODER>
 DS4Q_FN ds4q_tables ds4q_tables_of(const ds4q_books* books) {

@@ -35,6 +35,7 @@ from ds4q.hipkern.selftest.inputs import U8, Inputs
 from ds4q.hipkern.selftest.rig import Case, Rig
 
 ANY = 0  # a build that looks each matrix's decoder up
+STREAMED = (16, 1024), (8, 2048), (8, 6144)  # shapes that blocks stream
 LONG = 133  # blocks of a row: a group of lanes comes round, and ends within a lane's tile
 
 
@@ -150,31 +151,34 @@ def _embed(form: Format) -> Case:
     return Case("decode.hip", "embed", body, form.label, {"DS4Q_DECODER": form.decoder})
 
 
-def _linear(form: Format) -> Case:
+def _linear(form: Format, tokens: int) -> Case:
+    kernel = matrix.linear_kernel(tokens)
+
     def body(rig: Rig) -> None:
-        tokens, blocks, jobs = 9, 0, b""
-        for rows, cols in ((13, _cols(form, 37)), (9, _cols(form, 3)), (2, _cols(form, LONG))):
+        blocks, jobs = 0, b""
+        shapes = (13, _cols(form, 37)), (9, _cols(form, 3)), (2, _cols(form, LONG))
+        for rows, cols in shapes if tokens > 1 else (*shapes, *STREAMED):
             x = rig.put(rig.inputs.values(tokens, cols + 32))
             y = rig.output(4 * tokens * (rows + 3))
             described = _matrix(rig, form, rows, cols)
             jobs += matrix.pack_job(described, x, y, cols + 32, rows + 3, blocks)
-            blocks += matrix.linear_blocks(rows)
-        rig.launch((blocks, 1, 1), rig.put(jobs), 3, tokens)
+            blocks += matrix.linear_blocks(rows, cols)
+        count = len(jobs) // matrix.JOB_BYTES
+        rig.launch((blocks, 1, 1), rig.put(jobs), count, tokens)
 
-    return Case("linear.hip", "linear", body, form.label, {"DS4Q_DECODER": form.decoder})
+    return Case("linear.hip", kernel, body, form.label, {"DS4Q_DECODER": form.decoder})
 
 
 EXPERTS, CHOSEN = 5, 3
-_ROWS = 20
 _LIMIT = 10.0
 
 
-def _experts(rig: Rig, forms: Sequence[Format], cols: int) -> tuple[int, int]:
-    """Three matrices [_ROWS, cols] for an expert of each format, and for a shared one.
+def _experts(rig: Rig, forms: Sequence[Format], rows: int, cols: int) -> tuple[int, int]:
+    """Three matrices [rows, cols] for an expert of each format, and for a shared one.
 
     Each kernel reads some of the three and looks at their own sizes.
     """
-    made = [b"".join(_matrix(rig, form, _ROWS, cols) for _ in range(3)) for form in forms]
+    made = [b"".join(_matrix(rig, form, rows, cols) for _ in range(3)) for form in forms]
     return rig.put(b"".join(made)), rig.put(made[-1])
 
 
@@ -187,27 +191,29 @@ def _ids(experts: int) -> npt.NDArray[np.int32]:
 
 def _moe(label: str, decoder: int, forms: Sequence[Format]) -> list[Case]:
     """The two kernels, with an expert of each format and the shared one of the last."""
-    cols, ids = max(_cols(form, LONG) for form in forms), _ids(len(forms))
+    shapes, ids = ((20, max(_cols(form, LONG) for form in forms)), (32, 2048)), _ids(len(forms))
     tokens = len(ids)
     defines = {"DS4Q_GATE": decoder, "DS4Q_DOWN": decoder, "DS4Q_SHARED_EXPERT": decoder}
 
     def gate_up(rig: Rig) -> None:
-        routed, shared = _experts(rig, forms, cols)
-        x = rig.put(rig.inputs.values(tokens, cols, scale=2.0**-5))
-        for hers in (shared, 0):
-            made = rig.output(4 * tokens * (CHOSEN + 1) * _ROWS)
-            arguments = routed, hers, rig.put(ids), x, made, _LIMIT, CHOSEN, tokens
-            rig.launch(matrix.gate_up_grid(_ROWS, CHOSEN, tokens), *arguments)
+        for rows, cols in shapes:
+            routed, shared = _experts(rig, forms, rows, cols)
+            x = rig.put(rig.inputs.values(tokens, cols, scale=2.0**-5))
+            for hers in (shared, 0):
+                made = rig.output(4 * tokens * (CHOSEN + 1) * rows)
+                arguments = routed, hers, rig.put(ids), x, made, _LIMIT, CHOSEN, tokens
+                rig.launch(matrix.gate_up_grid(rows, CHOSEN, tokens), *arguments)
 
     def down(rig: Rig) -> None:
-        routed, shared = _experts(rig, forms, cols)
-        weights = rig.put(rig.inputs.values(tokens, CHOSEN))
-        hidden = rig.put(rig.inputs.values(tokens, CHOSEN + 1, cols, scale=4.0))
-        for hers, parts in ((shared, True), (0, False)):
-            sums = rig.output(4 * tokens * _ROWS) if parts else 0
-            made = rig.output(4 * tokens * _ROWS)
-            arguments = routed, hers, rig.put(ids), weights, hidden, sums, made, CHOSEN, tokens
-            rig.launch(matrix.down_grid(_ROWS, CHOSEN, tokens), *arguments)
+        for rows, cols in shapes:
+            routed, shared = _experts(rig, forms, rows, cols)
+            weights = rig.put(rig.inputs.values(tokens, CHOSEN))
+            hidden = rig.put(rig.inputs.values(tokens, CHOSEN + 1, cols, scale=4.0))
+            for hers, parts in ((shared, True), (0, False)):
+                sums = rig.output(4 * tokens * rows) if parts else 0
+                made = rig.output(4 * tokens * rows)
+                arguments = routed, hers, rig.put(ids), weights, hidden, sums, made, CHOSEN, tokens
+                rig.launch(matrix.down_grid(rows, CHOSEN, tokens), *arguments)
 
     return [
         Case("moe.hip", "moe_gate_up", gate_up, label, defines),
@@ -219,7 +225,8 @@ def packed_cases() -> list[Case]:
     """Every kernel that reads packed weights, with every type or decoder."""
     made = [_decode(form, "decode_f32", 4) for form in FORMATS]
     made += [_decode(form, "decode_f16", 2) for form in FORMATS]
-    made += [make(form) for make in (_embed, _linear) for form in MULTIPLIED]
+    made += [_embed(form) for form in MULTIPLIED]
+    made += [_linear(form, tokens) for tokens in (1, 9) for form in MULTIPLIED]
     for form in MULTIPLIED:
         made += _moe(form.label, form.decoder, [form] * EXPERTS)
     return made + _moe("any", ANY, MULTIPLIED)

@@ -148,7 +148,7 @@ class Rig:
         return 0 if books is None else self.put(np.frombuffer(books, np.uint8))
 
     def matrix(self, form: Form, data: U8, rows: int, cols: int, first: int = 0) -> bytes:
-        """``ds4q_matrix`` of a payload on the device; it begins ``first`` bytes after a boundary."""
+        """``ds4q_matrix`` of a payload on the device, ``first`` bytes after a boundary."""
         shifted = np.concatenate([np.zeros(first, np.uint8), data])
         row_bytes = matrix.row_bytes_of(form.type_id, cols)
         at = self.put(shifted, 16) + first

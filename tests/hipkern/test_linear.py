@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
@@ -23,9 +25,10 @@ from tests.hipkern.packed import (
 
 __all__ = ["rig"]  # a fixture
 
-# Columns: one block, tails of one and three blocks, a row's half of the lanes, one more block,
-# and more than a pass of all lanes.
-SHAPES = ((5, 32), (33, 96), (9, 160), (12, 2048), (3, 2048 + 32), (2, 4096 + 96))
+# Columns: one block, tails of one and three blocks, all lanes and one more block. Then shapes that
+# are streamed: 4, 2 and 1 rows of a window, one part, a pass, two; also with rows left over.
+SHAPES = ((5, 32), (33, 96), (9, 160), (3, 2048 + 32), (2, 4096 + 96))
+STREAMED = ((32, 512), (16, 1024), (8, 2048), (19, 4096), (8, 6144))
 
 
 def _multiply(
@@ -38,7 +41,7 @@ def _multiply(
         struct = rig.matrix(form, data, rows, cols, firsts[i] if firsts else 0)
         outs.append(rig.room((tokens, rows)))
         packed.append(matrix.pack_job(struct, at, outs[-1], x_stride, rows, blocks))
-        blocks += matrix.linear_blocks(rows)
+        blocks += matrix.linear_blocks(rows, cols)
     kernel = matrix.linear_kernel(tokens)
     rig.run(
         "linear.hip", kernel, (blocks, 1, 1), rig.table(packed), len(packed), tokens,
@@ -59,11 +62,11 @@ def _check(form: Form, data: U8, rows: int, x: F32, found: F32) -> None:
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_products_are_within_the_bound_of_float64(rig: Rig, name: str) -> None:
     form, rng = FORMS[name], np.random.default_rng(4)
-    for rows, asked in SHAPES:
+    for rows, asked in (*SHAPES, *STREAMED):
         cols = columns(form, asked)
         data = payload(form, rows, cols, rng)
         x = rng.standard_normal((2, cols)).astype(np.float32)
-        for tokens in (1, 2):
+        for tokens in (1, 2) if rows < 8 else (1,):
             (found,) = _multiply(rig, form, [(data, rows, cols)], x[:tokens])
             _check(form, data, rows, x[:tokens], found)
 
@@ -71,23 +74,29 @@ def test_products_are_within_the_bound_of_float64(rig: Rig, name: str) -> None:
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_bits_do_not_depend_on_the_batch(rig: Rig, name: str) -> None:
     form, rng = FORMS[name], np.random.default_rng(5)
-    rows, cols = 21, columns(form, 288)
+    _same_bits(rig, form, 21, columns(form, 288), range(2, 10), rng)
+    _same_bits(rig, form, 8, 2048, (2,), rng)
+
+
+def _same_bits(
+    rig: Rig, form: Form, rows: int, cols: int, batches: Iterable[int], rng: np.random.Generator
+) -> None:
     data = payload(form, rows, cols, rng)
-    x = rng.standard_normal((9, cols)).astype(np.float32)
+    x = rng.standard_normal((max(batches), cols)).astype(np.float32)
     alone = np.concatenate(
         [_multiply(rig, form, [(data, rows, cols)], x[t : t + 1])[0] for t in range(len(x))]
     )
-    for tokens in range(2, len(x) + 1):
+    for tokens in batches:
         (found,) = _multiply(rig, form, [(data, rows, cols)], x[:tokens])
         np.testing.assert_array_equal(found, alone[:tokens])
 
 
 @pytest.mark.parametrize("name", ["HFP4G32", "Q8F16", "ROCmFP3Mix-1", "ROCmFP2Mix-1"])
-@pytest.mark.parametrize("asked", [256, 2048, 4096 + 512])
+@pytest.mark.parametrize("asked", [512, 2048, 6144])
 def test_bits_do_not_depend_on_where_a_matrix_lies(rig: Rig, name: str, asked: int) -> None:
     """Aligned rows are copied 16 bytes at a time; a matrix cut out of another begins anywhere."""
     form, rng = FORMS[name], np.random.default_rng(6)
-    rows, cols = 6, columns(form, asked)
+    rows, cols = 32 if asked == 512 else 8, columns(form, asked)
     data = payload(form, rows, cols, rng)
     x = rng.standard_normal((1, cols)).astype(np.float32)
     weights = [(data, rows, cols)] * 4

@@ -144,6 +144,23 @@ def test_chosen_experts_and_the_shared_one_are_within_the_bound(
     _check(experts, shared, ids, weights, x, found)
 
 
+@pytest.mark.parametrize("name", ["HFP4G32", "ROCmFP3Mix-1", "ROCmFP2Mix-1", "Q8F16", "BF16"])
+@pytest.mark.parametrize("shape", [(2048, 1024), (512, 2048)])
+def test_streamed_experts_are_within_the_bound(rig: Rig, name: str, shape: tuple[int, int]) -> None:
+    """Shapes that blocks stream; the same as a mixed layer, whose kernels ask each matrix."""
+    rng, form, (d, width) = np.random.default_rng(11), FORMS[name], shape
+    experts = [_expert(form, rng, d, width) for _ in range(3)]
+    ids = np.array([[2, -1, 0]])
+    weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
+    x = (rng.standard_normal((1, d)) * 0.05).astype(np.float32)
+    own = (form.decoder,) * 3
+    found = _run(rig, experts, experts[1], ids, weights, x, own, width)
+    _check(experts, experts[1], ids, weights, x, found)
+    mixed = _run(rig, experts, experts[1], ids, weights, x, (0, 0, 0), width)
+    for part, other in zip(found, mixed, strict=True):
+        np.testing.assert_array_equal(part, other)
+
+
 def test_a_layer_of_mixed_types_gives_the_bits_of_the_kernels_for_each(rig: Rig) -> None:
     """Decoder 0 asks each matrix; the same experts alone go through kernels of their decoder."""
     rng = np.random.default_rng(9)
