@@ -22,7 +22,7 @@
 //   chunks of exp(max_c - M) partial_c / (exp(sink - M) + the same of the w), M over chunks and
 //   sink; turned back. Group g takes chunks g, g + 8, .. in order, fused; then the groups in order.
 // Measured on an NVIDIA H200, Flash shapes, one token, by launch in a graph (an empty one 0.5 us):
-// attend 8.8 us at ratio 4 (640 keys), 6.0 us at 128 (160 keys); attend_combine 4.0 and 3.0
+// attend 8.8 us at ratio 4 (640 keys), 6.0 us at 128 (160 keys); attend_combine 3.5 and 2.9
 // us. Nothing here has run on AMD hardware.
 #include "ds4q_dense.h"
 #include "ds4q_state.h"
@@ -245,7 +245,26 @@ DS4Q_KERNEL(attend, 256,
 }
 
 #define COMBINE_GROUPS 8
-#define COMBINE_BATCH 4  // chunks whose loads are under way together
+#define COMBINE_BATCH 5  // chunks whose loads are under way together
+
+struct combine_parts {  // a batch of a lane's chunks
+  ds4q_quad mixed[COMBINE_BATCH];
+  float top[COMBINE_BATCH], total[COMBINE_BATCH];
+};
+DS4Q_FN combine_parts combine_load(const float* from, ds4q_u64 next, int begin, int count,
+                                   int column) {
+  combine_parts parts;
+  DS4Q_UNROLL
+  for (int i = 0; i < COMBINE_BATCH; i++) {
+    int c = begin + COMBINE_GROUPS * i;
+    const float* part = from + c * next;
+    parts.top[i] = c < count ? part[DS4Q_HEAD_DIM] : -ds4q_infinity();
+    parts.total[i] = c < count ? part[DS4Q_HEAD_DIM + 1] : 0.0f;
+    bool inside = c < count && column < DS4Q_HEAD_DIM;
+    parts.mixed[i] = inside ? ds4q_load4(part + column) : ds4q_quad{};
+  }
+  return parts;
+}
 
 DS4Q_KERNEL(attend_combine, 256,
             (const float* partial, const float* sink, const ds4q_step* step, const float* cos,
@@ -260,6 +279,7 @@ DS4Q_KERNEL(attend_combine, 256,
   int count = (sight.rows + sight.entries + ATTEND_KEYS - 1) / ATTEND_KEYS;
   const float* from = partial + ((ds4q_u64)t * chunks * heads + head) * ATTEND_STRIDE;
   ds4q_u64 next = (ds4q_u64)heads * ATTEND_STRIDE;
+  combine_parts parts = combine_load(from, next, group, count, column);
   float top = sink[head];
   for (int c = lane; c < count; c += DS4Q_LANES) {
     top = ds4q_max(top, from[c * next + DS4Q_HEAD_DIM]);
@@ -267,24 +287,16 @@ DS4Q_KERNEL(attend_combine, 256,
   top = ds4q_group_max(top);
   ds4q_quad sum = {};
   float total = 0.0f;
+  const int stride = COMBINE_BATCH * COMBINE_GROUPS;
   DS4Q_ROLLED
-  for (int begin = group; begin < count; begin += COMBINE_BATCH * COMBINE_GROUPS) {
-    ds4q_quad mixed[COMBINE_BATCH];
-    float highest[COMBINE_BATCH], weight[COMBINE_BATCH];
+  for (int begin = group; begin < count; begin += stride) {
+    if (begin != group) parts = combine_load(from, next, begin, count, column);
     DS4Q_UNROLL
     for (int i = 0; i < COMBINE_BATCH; i++) {
-      int c = begin + COMBINE_GROUPS * i;
-      const float* part = from + c * next;
-      highest[i] = c < count ? part[DS4Q_HEAD_DIM] : -ds4q_infinity();
-      weight[i] = c < count ? part[DS4Q_HEAD_DIM + 1] : 0.0f;
-      mixed[i] = c < count && column < DS4Q_HEAD_DIM ? ds4q_load4(part + column) : ds4q_quad{};
-    }
-    DS4Q_UNROLL
-    for (int i = 0; i < COMBINE_BATCH; i++) {
-      float factor = ds4q_exp(highest[i] - top);
-      total = ds4q_fma(weight[i], factor, total);
+      float factor = ds4q_exp(parts.top[i] - top);
+      total = ds4q_fma(parts.total[i], factor, total);
       DS4Q_UNROLL
-      for (int j = 0; j < 4; j++) sum.v[j] = ds4q_fma(mixed[i].v[j], factor, sum.v[j]);
+      for (int j = 0; j < 4; j++) sum.v[j] = ds4q_fma(parts.mixed[i].v[j], factor, sum.v[j]);
     }
   }
   sums[ds4q_thread()] = sum;
