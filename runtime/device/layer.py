@@ -66,9 +66,12 @@ class LayerProgram:
             packing.MATRIX_BYTES * len(matrices), partial(_packed, matrices)
         )
         self._shared = source.table(packing.MATRIX_BYTES * 3, partial(_packed, w.shared))
+        gate, down = _one_decoder(matrices[0::3] + matrices[1::3]), _one_decoder(matrices[2::3])
+        if not gate or not down:  # one build for all mixed layers, not one for each combination
+            gate = down = 0
         self._moe = {
-            "DS4Q_GATE": _one_decoder(matrices[0::3] + matrices[1::3]),
-            "DS4Q_DOWN": _one_decoder(matrices[2::3]),
+            "DS4Q_GATE": gate,
+            "DS4Q_DOWN": down,
             "DS4Q_SHARED_EXPERT": _one_decoder(w.shared),
         }
 
