@@ -32,7 +32,9 @@ DS4Q_FN void decode_block(const ds4q_u8* row, int block, const ds4q_tables& tabl
       float scale = format::scale(codes.bytes, tables, format::HALVES ? at / 16 : 0);
       // A zero with a sign is +0 where the codec looks it up among whole numbers.
       float exact = format::SIGNED_ZERO ? level[i] : level[i] + 0.0f;
-      value[at] = exact * factor * scale;
+      // Exact but for the last product: a row's factor goes with a level, a type's with a scale, since
+      // a book may hold levels at the end of the range.
+      value[at] = format::HEADER ? exact * factor * scale : exact * (scale * factor);
     }
   }
 }

@@ -24,7 +24,7 @@ from ds4q.hipkern.source import FOLDER, load
 
 BARRIER = re.compile(r"\bds4q_(?:group_)?barrier\(\);")
 SEEDS = (0, 1, 2, 3)  # of the order in which lanes run; 0 is ascending
-FEW = ("HFP4G32", "ROCmFP3Mix", "", "D=64")
+FEW = ("HFP4G32", "ROCmFP3Mix", "BF16", "", "D=64")
 
 
 def barriers(file: str) -> list[re.Match[str]]:
