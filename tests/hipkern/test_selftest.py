@@ -24,14 +24,8 @@ from ds4q.hipkern.selftest.packed import FORMATS, Format, decode_inputs
 from ds4q.hipkern.sim.control import Control
 from ds4q.hipkern.source import FOLDER, load
 
-FEW = (
-    "HFP4G32",
-    "ROCmFP3Mix",
-    "BF16",
-    "any",
-    "",
-    "D=64",
-)  # decoders that stand for all in dear tests
+# Decoders that stand for all in dear tests.
+FEW = ("HFP4G32", "ROCmFP3Mix", "BF16", "any", "", "D=64")
 
 
 @pytest.fixture(scope="module")
