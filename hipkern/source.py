@@ -20,7 +20,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"/]+)"', re.MULTILINE)
 _KERNEL = re.compile(r"^DS4Q_KERNEL\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\(([^()]*)\)\s*\)", re.MULTILINE)
 _MACRO = re.compile(r"^\s*#\s*define\s+(\w+)\s+\(?(\d+)\)?\s*$", re.MULTILINE)
-_FIGURE = re.compile(r"\bLDS\s+(\d+(?:,?\s+(?:or\s+)?\d+)*)")
+_FIGURE = re.compile(r"\b(no)\s+LDS\b|\bLDS\s+(\d+(?:,?\s+(?:or\s+)?\d+)*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _kind(file: str, kernel: str, argument: str) -> str:
 
 
 def _figures(text: str, kernel: str, kernels: list[str]) -> tuple[int, ...]:
-    """What comments state behind ``LDS``, from a line that begins with the kernel's name on."""
+    """What comments state as LDS, from a line on that begins with the kernel's name and a colon."""
     said = ""
     inside = False
     for line in text.splitlines():
@@ -132,10 +132,15 @@ def _figures(text: str, kernel: str, kernels: list[str]) -> tuple[int, ...]:
         if comment is None:
             inside = False
             continue
-        first = re.match(r"\w*", comment[1])
-        if first is not None and first[0] in kernels:
-            inside = first[0] == kernel
+        # As in: this, that: grid (...)
+        subjects = re.split(
+            r",\s*", comment[1].partition(":")[0]
+        )
+        if any(subject in kernels for subject in subjects):
+            inside = kernel in subjects
         if inside:
             said += comment[1] + " "
     found = _FIGURE.search(said)
-    return tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else ()
+    if found is None:
+        return ()
+    return (0,) if found[1] else tuple(int(n) for n in re.findall(r"\d+", found[2]))

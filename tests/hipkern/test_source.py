@@ -14,7 +14,7 @@ TEXT = """\
 //
 // twice: grid (n), block THREADS,
 //   LDS 512 or 1024 bytes, one for each width.
-// once: grid (1), block 64, LDS 0 bytes.
+// once, less: grid (1), block 64, no LDS. See twice: it needs LDS 99.
 #include "a.h"
 #ifndef THREADS
 #define THREADS 128  // lanes
@@ -24,6 +24,7 @@ DS4Q_KERNEL(twice, THREADS, (const float* x, /* in place */ float *y,
                              float a, int n)) {}
 // states: nothing, so it keeps none of the figures above
 DS4Q_KERNEL(once, 64, (ds4q_u64 when, const ds4q_u32 count)) {}
+DS4Q_KERNEL(less, 32, ()) {}
 DS4Q_KERNEL(mute, 32, ()) {}
 """
 
@@ -39,12 +40,13 @@ def folder(tmp_path: Path) -> Path:
 
 def test_declarations_with_kinds_and_figures(folder: Path) -> None:
     source = load("k.hip", folder)
-    assert list(source.kernels) == ["twice", "once", "mute"]
+    assert list(source.kernels) == ["twice", "once", "less", "mute"]
     twice = source.kernel("twice")
     assert twice.kinds == ("pointer", "pointer", "float", "int")
     assert twice.lds_bytes == (512, 1024)
     assert source.kernel("once").kinds == ("ds4q_u64", "ds4q_u32")
     assert source.kernel("once").lds_bytes == (0,)
+    assert source.kernel("less").lds_bytes == (0,)
     assert source.kernel("mute").kinds == ()
     assert source.kernel("mute").lds_bytes == ()
 
@@ -82,7 +84,7 @@ def test_an_argument_that_cannot_be_packed_is_an_error(folder: Path, argument: s
 def test_unknown_names_are_errors(folder: Path) -> None:
     with pytest.raises(HipUsageError, match=r"no such kernel file"):
         load("absent.hip", folder)
-    with pytest.raises(HipUsageError, match="expected twice, once, mute, found thrice"):
+    with pytest.raises(HipUsageError, match="expected twice, once, less, mute, found thrice"):
         load("k.hip", folder).kernel("thrice")
 
 
