@@ -133,9 +133,7 @@ def _figures(text: str, kernel: str, kernels: list[str]) -> tuple[int, ...]:
             inside = False
             continue
         # As in: this, that: grid (...)
-        subjects = re.split(
-            r",\s*", comment[1].partition(":")[0]
-        )
+        subjects = re.split(r",\s*", comment[1].partition(":")[0])
         if any(subject in kernels for subject in subjects):
             inside = kernel in subjects
         if inside:
