@@ -1,4 +1,15 @@
 // Owns products of packed matrices with rows of activations. Not: experts (moe.hip).
+//
+// linear: grid (sum over jobs of ceil(rows / block_rows), 1, 1), 128 threads, LDS 39936; one
+//   token. A block takes block_rows rows of one job, each group of 32 lanes a fourth of them.
+// linear_batch: the same grid, 128 threads, no LDS; any number of tokens, eight of which share
+//   what is read of the weights.
+//
+// y[t * y_stride + row] = w[row] . x[t * x_stride ...]. first_block of a job is the number of
+// blocks of those before it. x is 16-byte aligned, its stride a multiple of 4; rows of weights
+// lie at any byte, and 16 readable bytes follow the last. A product is that of ds4q_dot.h and
+// depends neither on kernel nor on jobs or tokens. Compiled once for each decoder. Hashes
+// compared on an NVIDIA H200 and on the CPU; nothing here has run on AMD hardware.
 #include "ds4q_rows.h"
 
 #ifndef DS4Q_DECODER
