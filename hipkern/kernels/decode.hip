@@ -1,14 +1,15 @@
 // Owns values of packed matrices: whole ones in f32 or f16, and embedding rows. Not: products.
 //
-// decode_f32, decode_f16: grid (ceil(rows * cols / 32 / 128), 1, 1), 128 threads, no LDS. Thread i
-//   gives the 32 values of block i. f32 has the bits of the CPU codecs; f16 is those rounded to
-//   nearest even, subnormals kept, infinite beyond f16's range.
-// embed: grid (ceil(cols / 32 / 128), tokens, 1), 128 threads, no LDS. Copies of row ids[t]
+// decode_f32: grid (ceil(rows * cols / 32 / 128), 1, 1), block 128, LDS 0. Thread i gives the 32
+//   values of block i, with the bits of the CPU codecs.
+// decode_f16: the same grid, block 128, LDS 0. Those values rounded to nearest even, subnormals
+//   kept, infinite beyond f16's range.
+// embed: grid (ceil(cols / 32 / 128), tokens, 1), block 128, LDS 0. Copies of row ids[t]
 //   fill streams [tokens][n_streams][cols].
 //
-// `data` is 16-byte aligned and followed by 16 readable bytes; rows lie at any byte; `out` and
-// `streams` are 16-byte aligned. Compiled once for each decoder. Hashes compared on an NVIDIA H200
-// and on the CPU; nothing here has run on AMD hardware.
+// Built once for each decoder. Rows lie anywhere, with three readable bytes around them; `out` and
+// `streams` are aligned to their elements. Ran on an NVIDIA H200; nothing here has run on AMD
+// hardware.
 #include "ds4q_unpack.h"
 
 #ifndef DS4Q_DECODER
@@ -21,21 +22,16 @@ DS4Q_FN void decode_block(const ds4q_u8* row, int block, const ds4q_tables& tabl
   using format = ds4q_format<DS4Q_DECODER>;
   ds4q_codes codes =
       ds4q_load_block<DS4Q_DECODER>(row + format::HEADER + (ds4q_u64)block * format::BLOCK_BYTES);
-  float factor = format::factor(row);
+  float factor = ds4q_factor<DS4Q_DECODER>(row), level[DS4Q_BLOCK];
+  ds4q_levels<DS4Q_DECODER>(codes, tables, level);
   DS4Q_UNROLL
-  for (int c = 0; c < DS4Q_BLOCK / 8; c++) {
-    float level[8];
-    format::eight(codes.words, codes.bytes, tables, c, level);
-    DS4Q_UNROLL
-    for (int i = 0; i < 8; i++) {
-      int at = ds4q_place<DS4Q_DECODER>(c, i / 4) + i % 4;
-      float scale = format::scale(codes.bytes, tables, format::HALVES ? at / 16 : 0);
-      // A zero with a sign is +0 where the codec looks it up among whole numbers.
-      float exact = format::SIGNED_ZERO ? level[i] : level[i] + 0.0f;
-      // Exact but for the last product: a row's factor goes with a level, a type's with a scale, since
-      // a book may hold levels at the end of the range.
-      value[at] = format::HEADER ? exact * factor * scale : exact * (scale * factor);
-    }
+  for (int i = 0; i < DS4Q_BLOCK; i++) {
+    float scale = format::scale(codes.bytes, tables, format::HALVES ? i / 16 : 0);
+    // A zero with a sign is +0 where the codec looks it up among whole numbers.
+    float exact = format::SIGNED_ZERO ? level[i] : level[i] + 0.0f;
+    // Exact but for the last product: a row's factor goes with a level, a type's with a scale, since
+    // a book may hold levels at the end of the range.
+    value[i] = format::HEADER ? exact * factor * scale : exact * (scale * factor);
   }
 }
 
@@ -60,7 +56,7 @@ DS4Q_KERNEL(decode_f32, DECODE_THREADS,
   decode_place at = decode_place_of(data, rows, cols, row_bytes);
   if (!at.inside) return;
   float value[DS4Q_BLOCK];
-  decode_block(at.row, at.block, ds4q_tables_of<DS4Q_DECODER>(books), value);
+  decode_block(at.row, at.block, ds4q_format<DS4Q_DECODER>::tables(books), value);
   DS4Q_UNROLL
   for (int i = 0; i < DS4Q_BLOCK; i++) out[at.first + i] = value[i];
 }
@@ -71,7 +67,7 @@ DS4Q_KERNEL(decode_f16, DECODE_THREADS,
   decode_place at = decode_place_of(data, rows, cols, row_bytes);
   if (!at.inside) return;
   float value[DS4Q_BLOCK];
-  decode_block(at.row, at.block, ds4q_tables_of<DS4Q_DECODER>(books), value);
+  decode_block(at.row, at.block, ds4q_format<DS4Q_DECODER>::tables(books), value);
   DS4Q_UNROLL
   for (int i = 0; i < DS4Q_BLOCK; i++) out[at.first + i] = ds4q_to_half(value[i]);
 }
@@ -82,7 +78,7 @@ DS4Q_KERNEL(embed, DECODE_THREADS,
   if (block >= m->cols / DS4Q_BLOCK) return;
   float value[DS4Q_BLOCK];
   decode_block(m->data + (ds4q_u64)ids[token] * (ds4q_u64)m->row_bytes, block,
-               ds4q_tables_of<DS4Q_DECODER>(m->books), value);
+               ds4q_format<DS4Q_DECODER>::tables(m->books), value);
   for (int s = 0; s < n_streams; s++) {
     float* to = streams + ((ds4q_u64)token * n_streams + s) * m->cols + (ds4q_u64)block * DS4Q_BLOCK;
     DS4Q_UNROLL

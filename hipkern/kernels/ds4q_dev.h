@@ -136,6 +136,8 @@ inline void ds4q_copy_commit() { ds4q_sim.copy_commit(); }
 template <int PENDING>
 inline void ds4q_copy_wait() { ds4q_sim.copy_wait(PENDING); }
 inline void ds4q_count(ds4q_u32* at, ds4q_u32 more) { ds4q_sim.atomic_add(at, more); }
+// A constant that is worth a register: a compiler would make it anew for each use.
+inline ds4q_u32 ds4q_keep(ds4q_u32 x) { return x; }
 // Byte i of the result is byte (selector >> 4 i) & 15 < 8 of the eight bytes of low, then high. The
 // upper half of the selector is not looked at.
 inline ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
@@ -195,6 +197,11 @@ DS4Q_FN void ds4q_copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 DS4Q_FN void ds4q_count(ds4q_u32* at, ds4q_u32 more) { atomicAdd(at, more); }
+DS4Q_FN ds4q_u32 ds4q_keep(ds4q_u32 x) {
+  ds4q_u32 kept;
+  asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(x));
+  return kept;
+}
 DS4Q_FN ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
   ds4q_u32 found;  // __byte_perm would spend an operation on clearing what is clear
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(low), "r"(high), "r"(selector));
@@ -255,6 +262,7 @@ inline void ds4q_copy_wait() {}
 inline void ds4q_count(ds4q_u32* at, ds4q_u32 more) {
   __hip_atomic_fetch_add(at, more, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
 }
+inline ds4q_u32 ds4q_keep(ds4q_u32 x) { return x; }
 inline ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
   ds4q_u32 pairs = __builtin_amdgcn_perm(0, selector, 0x0c010c00u);
   return __builtin_amdgcn_perm(high, low, (pairs | pairs << 4) & 0x0f0f0f0fu);

@@ -128,12 +128,23 @@ DS4Q_FN void ds4q_any_row(const ds4q_u8* row, int cols, const ds4q_tables& table
     } else {
       DS4Q_ROLLED
       for (int c = first; c < ds4q_least(first + SPAN, cols); c += DS4Q_BLOCK) {
-        ds4q_codes codes = ds4q_load_block<DECODER>(row + format::HEADER +
-                                                    c / DS4Q_BLOCK * format::BLOCK_BYTES);
+        const ds4q_u8* block = row + format::HEADER + c / DS4Q_BLOCK * format::BLOCK_BYTES;
+        ds4q_codes codes = ds4q_load_block<DECODER>(block);
+        float level[DS4Q_BLOCK];
+        ds4q_levels<DECODER>(codes, tables, level);
         DS4Q_UNROLL
         for (int t = 0; t < TOKENS; t++) {
           if (t >= count) break;
-          ds4q_add_blocks<DECODER, 1>(&codes, &tables, x + t * x_stride + c, totals + t);
+          const float* from = x + t * x_stride + c;
+          DS4Q_UNROLL
+          for (int h = 0; h <= (int)format::HALVES; h++) {
+            float acc = 0.0f;
+            DS4Q_UNROLL
+            for (int i = h * 16; i < (format::HALVES ? h * 16 + 16 : DS4Q_BLOCK); i++) {
+              acc = ds4q_fma(level[i], from[i], acc);
+            }
+            totals[t] = ds4q_fma(format::scale(codes.bytes, tables, h), acc, totals[t]);
+          }
         }
       }
     }

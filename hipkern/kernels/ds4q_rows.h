@@ -52,20 +52,30 @@ DS4Q_FN ds4q_shape ds4q_shape_of(const ds4q_matrix& w) {
   int lanes = ds4q_least(w.cols / DS4Q_TILE, DS4Q_LANES);
   return {w.cols, w.row_bytes, lanes, DS4Q_LANES / lanes};
 }
-// Whether matrices like `w` can be streamed, of which a group takes `rows` rows at once. `places` are
-// their addresses, or-ed together.
+// Whether rows of this length can be streamed that begin at `places`, addresses or-ed together.
 template <int DECODER>
-DS4Q_FN bool ds4q_streams(const ds4q_matrix& w, ds4q_u64 places, int rows) {
+DS4Q_FN bool ds4q_streams(const ds4q_matrix& w, ds4q_u64 places) {
   if (((places | (ds4q_u64)w.row_bytes) & 15) != 0) return false;
   if constexpr (ds4q_is_wide<DECODER>) {
-    return rows % 2 == 0 && w.cols % DS4Q_WIDE_STEP == 0 && w.cols <= DS4Q_WIDE_COLS;
+    return w.cols % DS4Q_WIDE_STEP == 0 && w.cols <= DS4Q_WIDE_COLS;
   } else {
-    if (w.cols != 512 && w.cols != 1024 && w.cols % DS4Q_PART != 0) return false;
-    int windows = rows / ds4q_shape_of(w).rows;
-    if (windows * ds4q_shape_of(w).rows != rows) return false;
-    return windows % ds4q_window<DECODER>::STREAMS == 0 &&
-           (w.cols <= DS4Q_PASS || windows <= DS4Q_WINDOWS);
+    return w.cols == 512 || w.cols == 1024 || w.cols % DS4Q_PART == 0;
   }
+}
+
+// Sums of a window's rows, each in all lanes of its row.
+DS4Q_FN float ds4q_window_sum(const ds4q_shape& s, float total) {
+  return s.rows == 1 ? ds4q_group_sum(total) : ds4q_row_sum(total, s.lanes);
+}
+// Of a window's rows, whose values are in the lanes of each: the value of row i in lane first + i.
+DS4Q_FN float ds4q_gather(const ds4q_shape& s, float value, int first) {
+  if (s.rows == 1) return value;
+  return ds4q_shuffle(value, (ds4q_u32)(((int)ds4q_lane() - first) * s.lanes) % DS4Q_LANES);
+}
+
+// Of `windows` windows as many as one call can take.
+DS4Q_FN int ds4q_windows(const ds4q_shape& s, int windows) {
+  return s.cols <= DS4Q_PASS ? windows : ds4q_least(windows, DS4Q_WINDOWS);
 }
 
 // Starts to copy a row of activations, by all threads; 16-byte aligned.
@@ -83,24 +93,27 @@ DS4Q_FN void ds4q_copy_wide_x(const float* x, int cols, float* to) {
 }
 
 // Products of a group's windows with x, for `source.count` matrices of one shape in turn. A source
-// gives, for matrix m, x(m), its row of activations; at(m, w), where window w begins; and
-// tables(m, side), those of even (side 0) and odd windows. `done(m, w, number, total, factor)` is
-// called by all lanes once the rows of a window are complete, windows in order: a lane that takes part
-// in row `number` of the window has its total. All groups of a block call this at once.
+// gives, for matrix m, x(m), its row of activations; at(m, w), where window w begins; leap(), bytes
+// from there to window w + 2; and tables(m, side), those of even (side 0) and odd windows.
+// `done(m, w, number, totals, factors)` is called by all lanes once the rows of windows w to
+// w + STREAMS - 1 are complete: a lane that takes part in row `number` of a window has its total. All
+// groups of a block call this at once; the number of windows, a multiple of STREAMS, may differ.
 template <int DECODER, class SOURCE, class DONE>
 DS4Q_FN void ds4q_packed_rows(const SOURCE& source, const ds4q_shape& s, int windows,
                               const ds4q_memory& memory, DONE done) {
   using window = ds4q_window<DECODER>;
   using format = typename window::format;
-  constexpr int STREAMS = window::STREAMS;
+  constexpr int STREAMS = window::STREAMS, LAST = (window::PIECES - 1) * 16 * DS4Q_LANES;
   int lane = (int)ds4q_lane(), number = lane / s.lanes, tile = lane % s.lanes;
   int parts = s.rows > 1 ? 1 : s.cols / DS4Q_PART, passes = (parts + 1) / 2;
   int bytes = s.rows > 1 ? s.rows * s.row_bytes : format::HEADER + window::PART_BYTES;
   bool two = parts == 1;  // x of the next matrix fits beside that of this one
   int own = number * s.row_bytes + format::HEADER + tile * window::TILE_BYTES;
+  // Lanes beyond the end of a window copy its last 16 bytes once more.
+  int last = ds4q_least(lane * 16 + LAST, bytes - 16) - lane * 16;
 
   // What is copied next: it runs one step ahead of what is multiplied.
-  int to_m = 0, to_pass = 0, to_w = 0, to_part = 0;
+  int to_m = 0, to_pass = 0, to_w = 0, to_part = 0, to_parts = ds4q_least(parts, 2);
   const ds4q_u8* from[STREAMS];
   auto seek = [&]() {
     DS4Q_UNROLL
@@ -108,23 +121,29 @@ DS4Q_FN void ds4q_packed_rows(const SOURCE& source, const ds4q_shape& s, int win
       from[i] = source.at(to_m, to_w + i) + to_pass * 2 * window::PART_BYTES + lane * 16;
     }
   };
-  auto copy_windows = [&](int turn) {
+  auto copy_windows = [&](ds4q_u8* stage) {
     if (to_m == source.count) return;
-    ds4q_u8* to = memory.stage + (turn & 1) * DS4Q_STAGE_BYTES + lane * 16;
     DS4Q_UNROLL
     for (int i = 0; i < STREAMS; i++) {
+      ds4q_u8* to = stage + i * window::BYTES + lane * 16;
       DS4Q_UNROLL
-      for (int p = 0; p < window::PIECES; p++) {
-        int at = p * 16 * DS4Q_LANES;
-        if (lane * 16 + at < bytes) ds4q_copy16(to + i * window::BYTES + at, from[i] + at);
-      }
+      for (int at = 0; at < LAST; at += 16 * DS4Q_LANES) ds4q_copy16(to + at, from[i] + at);
+      ds4q_copy16(to + last, from[i] + last);
       from[i] += window::PART_BYTES;
     }
-    if (++to_part < ds4q_least(parts - 2 * to_pass, 2)) return;
+    if (++to_part < to_parts) return;
     to_part = 0;
-    if ((to_w += STREAMS) == windows) {
+    to_w += STREAMS;
+    if (STREAMS == 2 && to_w < windows) {
+      ds4q_u64 leap = source.leap() - to_parts * window::PART_BYTES;
+      DS4Q_UNROLL
+      for (int i = 0; i < STREAMS; i++) from[i] += leap;
+      return;
+    }
+    if (to_w == windows) {
       to_w = 0;
       if (++to_pass == passes) to_pass = 0, to_m++;
+      to_parts = ds4q_least(parts - 2 * to_pass, 2);
     }
     if (to_m < source.count) seek();
   };
@@ -135,19 +154,24 @@ DS4Q_FN void ds4q_packed_rows(const SOURCE& source, const ds4q_shape& s, int win
   };
 
   copy_x(0, 0);
-  seek();
-  copy_windows(0);
+  if (windows == 0) to_m = source.count;
+  if (windows) seek();
+  copy_windows(memory.stage);
   ds4q_copy_commit();
-  int turn = 0;
+  int turn = 0;  // bytes to the stage of this step
   for (int m = 0; m < source.count; m++) {
     ds4q_tables tables[2] = {source.tables(m, 0), source.tables(m, 1)};
     for (int pass = 0; pass < passes; pass++) {
-      if (turn && !two) {
+      if ((m || pass) && !two) {
         ds4q_barrier();  // all have read the x before
         copy_x(m, pass);
         ds4q_copy_commit();
       }
+      ds4q_copy_wait<0>();
+      ds4q_barrier();
+      if (two && m + 1 < source.count) copy_x(m + 1, 0);
       int pass_parts = ds4q_least(parts - 2 * pass, 2);
+      const float* x = x_of(m) + tile * DS4Q_RUN;
       for (int w = 0; w < windows; w += STREAMS) {
         float totals[STREAMS], factors[STREAMS];
         DS4Q_UNROLL
@@ -155,24 +179,20 @@ DS4Q_FN void ds4q_packed_rows(const SOURCE& source, const ds4q_shape& s, int win
           totals[i] = pass ? memory.totals[(w + i) * DS4Q_LANES + lane] : 0.0f;
         }
         DS4Q_ROLLED
-        for (int part = 0; part < pass_parts; part++, turn++) {
+        for (int part = 0; part < pass_parts; part++) {
+          const ds4q_u8* stage = memory.stage + turn;
+          turn = DS4Q_STAGE_BYTES - turn;
           ds4q_copy_wait<0>();
-          if (w == 0 && part == 0) {
-            ds4q_barrier();
-            if (two && m + 1 < source.count) copy_x(m + 1, 0);
-          } else {
-            ds4q_group_barrier();
-          }
-          copy_windows(turn + 1);
+          ds4q_group_barrier();
+          copy_windows(memory.stage + turn);
           ds4q_copy_commit();
-          const ds4q_u8* stage = memory.stage + (turn & 1) * DS4Q_STAGE_BYTES;
           if (part == 0) {
             DS4Q_UNROLL
             for (int i = 0; i < STREAMS; i++) {
-              factors[i] = format::factor(stage + i * window::BYTES + number * s.row_bytes);
+              const ds4q_u8* row = stage + i * window::BYTES + number * s.row_bytes;
+              factors[i] = format::factor(*(const ds4q_u16*)row);
             }
           }
-          const float* x = x_of(m) + (part * DS4Q_LANES + tile) * DS4Q_RUN;
           DS4Q_UNROLL
           for (int b = 0; b < DS4Q_TILE_BLOCKS; b++) {
             ds4q_codes codes[STREAMS];
@@ -181,25 +201,28 @@ DS4Q_FN void ds4q_packed_rows(const SOURCE& source, const ds4q_shape& s, int win
               codes[i] = ds4q_read_block<DECODER>(stage + i * window::BYTES,
                                                   own + b * format::BLOCK_BYTES);
             }
-            ds4q_add_blocks<DECODER, STREAMS>(codes, tables, x + b * DS4Q_BLOCK, totals);
+            const float* place = x + part * DS4Q_LANES * DS4Q_RUN + b * DS4Q_BLOCK;
+            ds4q_add_blocks<DECODER, STREAMS>(codes, tables, place, totals);
           }
         }
-        DS4Q_UNROLL
-        for (int i = 0; i < STREAMS; i++) {
-          if (pass + 1 < passes) {
-            memory.totals[(w + i) * DS4Q_LANES + lane] = totals[i];
-          } else {
-            if (pass) factors[i] = format::factor(source.at(m, w + i));
-            done(m, w + i, number, totals[i], factors[i]);
+        if (pass + 1 < passes) {
+          DS4Q_UNROLL
+          for (int i = 0; i < STREAMS; i++) memory.totals[(w + i) * DS4Q_LANES + lane] = totals[i];
+        } else {
+          DS4Q_UNROLL
+          for (int i = 0; i < STREAMS; i++) {
+            if (pass) factors[i] = ds4q_factor<DECODER>(source.at(m, w + i));
           }
+          done(m, w, number, totals, factors);
         }
       }
     }
   }
 }
 
-// Products of `rows` wide rows, an even number, with x; `row(r)` is where row r begins. `done(r, total)`
-// is called by all lanes with their totals, rows in order. All groups of a block call this at once.
+// Products of `rows` wide rows, an even number or none, with x; `row(r)` is where row r begins.
+// `done(r, total)` is called by all lanes with their totals, rows in order. All groups of a block
+// call this at once.
 template <int DECODER, class ROW, class DONE>
 DS4Q_FN void ds4q_wide_rows(ROW row, int rows, int cols, const float* x, const ds4q_memory& memory,
                             DONE done) {
@@ -245,7 +268,7 @@ DS4Q_FN void ds4q_wide_rows(ROW row, int rows, int cols, const float* x, const d
         DS4Q_UNROLL
         for (int i = 0; i < 4 * PIECES; i++) words[i] = s.held[a][r][i / 4].words[i % 4];
         float level[8];
-        format::eight(words, nullptr, ds4q_no_tables(), 0, level);
+        format::eight(words, nullptr, ds4q_fixed_tables(0, 0), 0, level);
         DS4Q_UNROLL
         for (int i = 0; i < 8; i++) {
           totals[r] = ds4q_fma(level[i], i < 4 ? first.x[i] : last.x[i - 4], totals[r]);
@@ -254,7 +277,7 @@ DS4Q_FN void ds4q_wide_rows(ROW row, int rows, int cols, const float* x, const d
     }
   };
   step even, odd;
-  seek();
+  if (rows) seek();
   load(even);
   ds4q_copy_wide_x(x, cols, memory.x);
   ds4q_copy_commit();

@@ -22,7 +22,7 @@ struct ds4q_books {  // levels of decoders 104 and 106, bf16
   ds4q_u16 levels[2][8];
 };
 struct ds4q_matrix {
-  const ds4q_u8* data;  // rows, 16-byte aligned, followed by >= 16 readable bytes; null: absent
+  const ds4q_u8* data;  // rows, with >= 3 readable bytes before them and after; null: absent
   const ds4q_books* books;
   int decoder, rows, cols, row_bytes, spare0, spare1;
 };
@@ -30,7 +30,7 @@ struct ds4q_job {  // y[t * y_stride + row] = row . x[t * x_stride ...]
   ds4q_matrix w;
   const float* x;
   float* y;
-  int x_stride, y_stride, first_block, block_rows;  // 8, 16 or 32 rows a block
+  int x_stride, y_stride, first_block, block_rows;
 };
 static_assert(sizeof(ds4q_books) == 40 && sizeof(ds4q_matrix) == 40 && sizeof(ds4q_job) == 72, "");
 
@@ -77,8 +77,10 @@ struct ds4q_tables {  // books, their low and their high bytes apart, as ds4q_by
   ds4q_u32 scale_bits;  // of a scale byte that chooses a book
   ds4q_u32 low[2][2], high[2][2];
 };
-DS4Q_FN ds4q_tables ds4q_no_tables() {
+// Instead of books, the high bytes of eight f16, two words.
+DS4Q_FN ds4q_tables ds4q_fixed_tables(ds4q_u32 low, ds4q_u32 high) {
   ds4q_tables t = {};
+  t.low[0][0] = ds4q_keep(low), t.low[0][1] = high;
   return t;
 }
 DS4Q_FN ds4q_tables ds4q_load_tables(const ds4q_books* books) {
@@ -99,9 +101,10 @@ DS4Q_FN void ds4q_half_pair(ds4q_u32 pair, float* a, float* b) {
   *a = ds4q_half((ds4q_u16)pair);
   *b = ds4q_half((ds4q_u16)(pair >> 16));
 }
-// Eight 4-bit floats, whose magnitudes are f16 of which only the high byte is not zero: `low` has
-// those of 0 to 3, `high` of 4 to 7. Nibble i gives value i.
-DS4Q_FN void ds4q_fp4(ds4q_u32 word, ds4q_u32 low, ds4q_u32 high, float* value) {
+// Eight 4-bit floats, whose magnitudes are f16 of which only the high byte is not zero: those of the
+// tables. Nibble i gives value i.
+DS4Q_FN void ds4q_fp4(ds4q_u32 word, const ds4q_tables& t, float* value) {
+  ds4q_u32 low = t.low[0][0], high = t.low[0][1];
   ds4q_u32 magnitude = word & 0x77777777u;
   ds4q_u32 even = word << 4;  // the signs of even nibbles, on top of their bytes
   ds4q_u32 a = ds4q_bytes(low, high, magnitude);
@@ -138,21 +141,22 @@ DS4Q_FN void ds4q_int8(ds4q_u32 word, float* value) {
 // summed apart, each with its scale; BOOKS; SIGNED_ZERO, whether a negative zero level is one.
 // `eight` gives eight levels: those of weights 8 c to 8 c + 7, or where SPLIT, of weights 4 c to
 // 4 c + 3 and 16 + 4 c to 19 + 4 c. `scale` gives the scale of half h, `factor` what a row's sum is
-// still to be multiplied with.
+// still to be multiplied with, from the row's first two bytes.
 template <int DECODER>
 struct ds4q_format;
 
 struct ds4q_plain {  // what most formats have
   static constexpr int HEADER = 0, CODES = 0;
   static constexpr bool HALVES = false, BOOKS = false, SIGNED_ZERO = true, SPLIT = false;
-  static DS4Q_FN float factor(const ds4q_u8* row) { return 1.0f; }
+  static DS4Q_FN float factor(ds4q_u32 head) { return 1.0f; }
+  static DS4Q_FN ds4q_tables tables(const ds4q_books* books) { return ds4q_fixed_tables(0, 0); }
 };
 template <int BITS, int SCALE_BYTES>
 struct ds4q_rocmfpx : ds4q_plain {  // codes, then scale bytes
   static constexpr int CODE_BYTES = 4 * BITS, SCALE = CODE_BYTES, SCALES = SCALE_BYTES;
   static constexpr int BLOCK_BYTES = CODE_BYTES + SCALES;
   static constexpr bool HALVES = SCALES == 2;
-  static DS4Q_FN float factor(const ds4q_u8* row) { return DS4Q_UE4M3; }
+  static DS4Q_FN float factor(ds4q_u32 head) { return DS4Q_UE4M3; }
   static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) {
     return ds4q_ue4m3(bytes[h]);
   }
@@ -206,28 +210,32 @@ template <>
 struct ds4q_format<21> : ds4q_plain {  // HFP4G32
   static constexpr int BLOCK_BYTES = 17, HEADER = 16, CODES = 1, CODE_BYTES = 16;
   static constexpr int SCALE = 0, SCALES = 1;
-  static DS4Q_FN float factor(const ds4q_u8* row) {
-    return ds4q_half((ds4q_u16)(row[0] | (row[1] << 8)));
+  static DS4Q_FN float factor(ds4q_u32 head) { return ds4q_half((ds4q_u16)head); }
+  static DS4Q_FN ds4q_tables tables(const ds4q_books* books) {
+    return ds4q_fixed_tables(0x3e3c3800u, 0x46444240u);
   }
   static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) {
     return ds4q_e8m0(bytes[0]);
   }
   static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
                             int c, float* level) {
-    ds4q_fp4(codes[c], 0x3e3c3800u, 0x46444240u, level);
+    ds4q_fp4(codes[c], t, level);
   }
 };
 
 template <int SCALE_BYTES>
 struct ds4q_rocmfp4 : ds4q_rocmfpx<4, SCALE_BYTES> {  // nibbles j and j + 16 share a byte
   static constexpr bool HALVES = true, SIGNED_ZERO = false, SPLIT = true;
+  static DS4Q_FN ds4q_tables tables(const ds4q_books* books) {
+    return ds4q_fixed_tables(0x42403c00u, 0x49484644u);
+  }
   static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) {
     return ds4q_ue4m3(bytes[SCALE_BYTES == 2 ? h : 0]);
   }
   static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
                             int c, float* level) {
     float mixed[8];
-    ds4q_fp4(codes[c], 0x42403c00u, 0x49484644u, mixed);
+    ds4q_fp4(codes[c], t, mixed);
     DS4Q_UNROLL
     for (int i = 0; i < 8; i++) level[i] = mixed[i % 4 * 2 + i / 4];
   }
@@ -274,6 +282,7 @@ struct ds4q_format<103> : ds4q_rocmfpx<8, 1> {  // ROCmFP8
 template <int BITS>
 struct ds4q_booked : ds4q_rocmfpx<BITS, 2> {  // bit 7 of a scale byte chooses the book
   static constexpr bool BOOKS = true;
+  static DS4Q_FN ds4q_tables tables(const ds4q_books* books) { return ds4q_load_tables(books); }
   static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) {
     return ds4q_ue4m3(bytes[h] & t.scale_bits);
   }
@@ -313,7 +322,7 @@ struct ds4q_format<106> : ds4q_booked<2> {  // ROCmFP2Mix, ROCmFP2 dual, s40 and
 template <>
 struct ds4q_format<363> : ds4q_rocmfpx<2, 2> {  // ROCmFP2 affine: levels are the values
   static constexpr bool HALVES = false;
-  static DS4Q_FN float factor(const ds4q_u8* row) { return 1.0f; }
+  static DS4Q_FN float factor(ds4q_u32 head) { return 1.0f; }
   static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) { return 1.0f; }
   static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
                             int c, float* level) {
@@ -346,8 +355,22 @@ DS4Q_FN ds4q_codes ds4q_load_block(const ds4q_u8* block) {
   return codes;
 }
 
+// The 32 levels of a block, in order.
 template <int DECODER>
-DS4Q_FN ds4q_tables ds4q_tables_of(const ds4q_books* books) {
-  if constexpr (ds4q_format<DECODER>::BOOKS) return ds4q_load_tables(books);
-  return ds4q_no_tables();
+DS4Q_FN void ds4q_levels(const ds4q_codes& codes, const ds4q_tables& tables, float* level) {
+  DS4Q_UNROLL
+  for (int c = 0; c < DS4Q_BLOCK / 8; c++) {
+    float eight[8];
+    ds4q_format<DECODER>::eight(codes.words, codes.bytes, tables, c, eight);
+    DS4Q_UNROLL
+    for (int i = 0; i < 8; i++) level[ds4q_place<DECODER>(c, i / 4) + i % 4] = eight[i];
+  }
+}
+
+// What a row's sum is still to be multiplied with. The row may begin anywhere.
+template <int DECODER>
+DS4Q_FN float ds4q_factor(const ds4q_u8* row) {
+  ds4q_u32 head = 0;
+  if constexpr (ds4q_format<DECODER>::HEADER != 0) head = row[0] | (row[1] << 8);
+  return ds4q_format<DECODER>::factor(head);
 }
