@@ -62,9 +62,16 @@ def test_a_changed_byte_is_1_and_names_the_tensor(
     assert last["name"] in for_people.stderr
 
 
+def told(stderr: str) -> list[str]:
+    """Lines of stderr but for progress, of which a busy machine sees one a second."""
+    lines = stderr.splitlines()
+    return [line for line in lines if not re.match(r"\w+: \d+ % \(", line)]
+
+
 def test_a_sound_file_is_0(artifact: Path, cases_dir: Path) -> None:
     done = ds4q("verify", artifact, "--source", cases_dir / "good")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert not told(done.stderr)
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
@@ -78,7 +85,7 @@ def test_a_log_has_no_carriage_returns_and_no_escapes(
         assert "\r" not in text
         assert "\x1b" not in text
     assert str(out) in done.stdout  # the result; warnings and progress are on stderr
-    assert all(line.startswith("ds4q: warning: ") for line in done.stderr.splitlines())
+    assert all(line.startswith("ds4q: warning: ") for line in told(done.stderr))
 
 
 def test_json_with_warnings_is_one_document(cases_dir: Path, tmp_path: Path) -> None:
