@@ -269,13 +269,6 @@ inline ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
 }
 #endif
 
-// CDNA, whose wide waves take the masks of branches out of few scalar registers.
-#if defined(__GFX9__)
-#define DS4Q_FEW_SCALARS true
-#else
-#define DS4Q_FEW_SCALARS false
-#endif
-
 #if !defined(DS4Q_FN)
 #define DS4Q_FN inline
 #endif

@@ -42,7 +42,7 @@ KNOWN_TO_TARGETS = re.compile(
     r"wave_barrier|workgroup_id_[xyz]|workitem_id_x)|__ATOMIC_(RELAXED|ACQUIRE|RELEASE)|"
     r"__hip_atomic_fetch_add|__HIP_MEMORY_SCOPE_WORKGROUP|__shfl_sync|__syncthreads|__syncwarp|"
     r"__cvta_generic_to_shared|__CUDACC_RTC__|__CUDACC__|__align__|__attribute__|__device__|"
-    r"__global__|__launch_bounds__|__shared__|__GFX9__"
+    r"__global__|__launch_bounds__|__shared__"
 )
 ASSEMBLY = re.compile(r'\basm(?: volatile)?\(\s*"([\w.]+)')
 KNOWN_ASSEMBLY = frozenset(
