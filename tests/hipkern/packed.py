@@ -95,10 +95,10 @@ def payload(form: Form, rows: int, cols: int, rng: np.random.Generator, edges: b
     else:
         per_block = kind.block_bytes - kind.block_bytes // 8 * 8 if form.type_id != 102 else 2
         low, high = (0, 256) if edges else (0x30, 0x48)
-        scales = rng.integers(low, high, (*shape, per_block))
+        bytes_ = rng.integers(low, high, (*shape, per_block))
         if form.mirrored and not edges:
-            scales |= rng.integers(0, 2, scales.shape) << 7
-        blocks[:, :, -per_block:] = scales
+            bytes_ |= rng.integers(0, 2, bytes_.shape) << 7
+        blocks[:, :, -per_block:] = bytes_
     return data.reshape(-1)
 
 

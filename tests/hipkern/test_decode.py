@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from tests.hipkern.packed import FORMS, ONE_EACH, Form, Rig, columns, payload, r
 __all__ = ["rig"]  # a fixture
 
 
-def _decoded(rig: Rig, form: Form, data: np.ndarray, rows: int, cols: int) -> tuple[object, object]:
+def _decoded(rig: Rig, form: Form, data: np.ndarray, rows: int, cols: int) -> tuple[Any, Any]:
     row_bytes, books = matrix.row_bytes_of(form.type_id, cols), rig.books(form)
     at = rig.put(data, 16)
     found = []

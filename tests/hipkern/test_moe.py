@@ -237,7 +237,7 @@ def test_the_indexed_vectors(rig: Rig) -> None:
     blobs = [_indexed_expert(e) for e in range(4)]
     for blob, header, digest in zip(blobs, HEADERS, DIGESTS, strict=True):
         assert blob[1::-1].tobytes().hex() == header
-        assert hashlib.sha256(blob).hexdigest() == digest
+        assert hashlib.sha256(blob.tobytes()).hexdigest() == digest
     at = np.arange(2 * k)
     one = (((at[:k] % 13) - 6) * 0.125)[None], (((at % 7) - 3) * 0.25).reshape(2, k)
     at = np.arange(6 * k)
