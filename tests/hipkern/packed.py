@@ -93,7 +93,7 @@ def payload(form: Form, rows: int, cols: int, rng: np.random.Generator, edges: b
         scales = 2.0 ** rng.uniform(*exponent, shape)
         blocks[:, :, :2] = scales.astype("<f2")[..., None].view(np.uint8)
     else:
-        per_block = kind.block_bytes - kind.block_bytes // 8 * 8 if form.type_id != 102 else 2
+        per_block = 1 if form.type_id in (101, 103) else 2
         low, high = (0, 256) if edges else (0x30, 0x48)
         bytes_ = rng.integers(low, high, (*shape, per_block))
         if form.mirrored and not edges:
