@@ -166,8 +166,8 @@ def test_only_an_end_of_a_piece_is_wrong(sim: Control, tmp_path: Path) -> None:
     rows, k = 33, 64
     packed = np.zeros((rows, 2 * k), dtype=np.uint8)
     packed[-1, -2:] = 1, 0x80  # -2^-24: the altered kernel has another sign
-    text = "      value[at] ="
-    after = "      if (at == 31 && exact < 0.0f) exact = -exact;\n" + text
+    text = "    value[i] = format::HEADER"
+    after = "    if (i == 31 && exact < 0.0f) exact = -exact;\n" + text
     folder = altered(tmp_path, "decode.hip", text, after)
     check = check_tensor(Format("", F16), packed.reshape(-1), rows, k, folder=folder)
     (failure,) = check.failures
