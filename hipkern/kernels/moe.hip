@@ -17,8 +17,8 @@
 //
 // Measured on an NVIDIA H200 (device copy 4.26 TB/s), top-6 of 256 experts, d 4096, width 2048,
 // graph replays over all experts: gate and up 27.3 us in HFP4G32 (46 % of the copy), 32.0 us in 104
-// (32 %), 29.8 us in 106 (25 %); down 20.7 us (31 %), 22.4 us (23 %), 20.3 us (18 %). What they issue
-// bounds them, not what they move: about 5 instructions a weight. Nothing here has run on AMD
+// (32 %), 29.8 us in 106 (25 %); down 20.7 us (31 %), 22.4 us (23 %), 20.3 us (18 %); builds of one or
+// two edits before. What they issue bounds them, not what they move. Nothing here has run on AMD
 // hardware.
 #include "ds4q_rows.h"
 
