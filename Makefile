@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help setup links demo test test-slow test-gpu objects lint type check bench goldens docs clean
+.PHONY: help setup links demo test test-slow test-gpu objects lint type check bench bench-gpu goldens docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -71,6 +71,9 @@ bench: setup ## the benchmarks; results go to benchmarks/results
 	$(RUN) benchmarks.quality
 	$(RUN) benchmarks.imatrix
 	$(RUN) benchmarks.frontier
+
+bench-gpu: setup ## the benchmark of kernels, a decode step and loading on a GPU
+	$(RUN) benchmarks.gpu --record
 
 goldens: setup ## check the golden vectors with their own decoder; they came from outside
 	$(VENV)/bin/python tests/data/golden/check_rocmfpx.py
