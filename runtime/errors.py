@@ -88,6 +88,13 @@ class DeviceModelError(RunError):
     cure = "run it with --device cpu"
 
 
+class SequenceError(RunError, ValueError):
+    """A sequence that was closed, or that another engine made."""
+
+    rule = "not a sequence of this engine"
+    cure = "take one from its new_state"
+
+
 class TokenError(RunError, ValueError):
     """A token id outside the vocabulary, or no tokens at all."""
 

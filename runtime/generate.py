@@ -197,15 +197,7 @@ def generate(
     """
     if max_tokens < 1:
         raise SamplingError("max_tokens", expected="at least 1", found=max_tokens)
-    if not prompt_ids:
-        raise TokenError("the prompt has no tokens")
-    for place, token in enumerate(prompt_ids):
-        if not 0 <= token < engine.vocab_size:
-            raise TokenError(
-                f"token {place} of the prompt is not in the vocabulary",
-                expected=f"0 to {engine.vocab_size - 1}",
-                found=token,
-            )
+    check_prompt(prompt_ids, engine.vocab_size)
     room = context_tokens - len(prompt_ids)
     if room < 1:
         raise ContextError(
@@ -223,6 +215,19 @@ def generate(
         ignore_stop=ignore_stop,
         stream=TextStream(tokenizer.token_bytes) if tokenizer else None,
     )
+
+
+def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse a prompt of no tokens, or with one outside the vocabulary; ``TokenError``."""
+    if not ids:
+        raise TokenError("the prompt has no tokens")
+    for place, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise TokenError(
+                f"token {place} of the prompt is not in the vocabulary",
+                expected=f"0 to {vocab_size - 1}",
+                found=token,
+            )
 
 
 def stop_ids(metadata: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:

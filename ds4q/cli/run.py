@@ -159,7 +159,7 @@ def command(
     text = None if prompt_ids else _prompt_text(prompt)
 
     from ds4q.artifact.hfq import Reader
-    from ds4q.runtime.generate import generate, metadata_object, stop_ids
+    from ds4q.runtime.generate import check_prompt, generate, metadata_object, stop_ids
     from ds4q.runtime.sampling import Sampler, sampling_defaults
     from ds4q.runtime.text.tokenizer import Tokenizer
 
@@ -177,6 +177,9 @@ def command(
         seed=secrets.randbelow(DRAWN_SEEDS) if seed is None else seed,
     )
     ids = prompt_ids or _encode(text or "", metadata, tokenizer, file, raw=raw, think=think)
+    vocabulary = metadata_object(metadata, "config").get("vocab_size")
+    if isinstance(vocabulary, int):  # else the engine says what is wrong with the config
+        check_prompt(ids, vocabulary)
 
     with ExitStack() as stack:
         started = time.perf_counter()
@@ -278,15 +281,17 @@ def _load(
             return Engine.load(file, threads=threads, progress=report), {"kind": "cpu"}
         from ds4q.artifact.hfq import Reader
         from ds4q.runtime.device.engine import HipEngine
+        from ds4q.runtime.device.state import FIRST_TOKENS
         from ds4q.runtime.engine import checked_config
 
         with Reader(file) as reader:
-            limit = checked_config(reader).max_position_embeddings
-        engine = stack.enter_context(
-            HipEngine.load(file, max_context=min(tokens, limit), progress=report)
-        )
+            tokens = min(tokens, checked_config(reader).max_position_embeddings)
+        # Few answers use a large --max-tokens up: caches for more than usual grow when they must.
+        sized = tokens if tokens <= FIRST_TOKENS else None
+        engine = stack.enter_context(HipEngine.load(file, max_context=sized, progress=report))
     facts = engine.backend.facts()
-    say(f"device: {facts['name']} ({facts['arch']})")
+    if not quiet:
+        say(f"device: {facts['name']} ({facts['arch']})")
     for note in engine.backend.device.notes:
         warn(note)
     return engine, facts

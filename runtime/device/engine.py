@@ -280,6 +280,7 @@ class HipEngine:
     def _checked(
         self, state: DeviceState, ids: Sequence[int] | npt.NDArray[np.integer[Any]]
     ) -> I64:
+        state.check_of(self._backend)
         return checked_ids(ids, state.position, self.vocab_size, self.max_context)
 
 

@@ -195,7 +195,8 @@ def _check_sizes(c: ModelConfig, path: object) -> None:
 
     check("hc_mult", c.hc_mult <= 5, "at most 5")
     check("hidden_size", c.hidden_size <= 8192 and c.hidden_size % 32 == 0, "32, 64, .. 8192")
-    check("head_dim", c.head_dim <= 1024 and c.head_dim % 4 == 0, "4, 8, .. 1024")
+    check("head_dim", c.head_dim <= 512 and c.head_dim % 4 == 0, "4, 8, .. 512")
     check("index_head_dim", c.index_head_dim <= 128 and c.index_head_dim % 4 == 0, "4, 8, .. 128")
     check("index_n_heads", c.index_n_heads <= 64, "at most 64")
     check("n_routed_experts", c.n_routed_experts <= 1024, "at most 1024")
+    check("num_experts_per_tok", c.num_experts_per_tok <= 31, "at most 31")

@@ -14,6 +14,7 @@ from ds4q.hipkern.errors import HipError
 from ds4q.runtime.backend.hip import HipBackend
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.layout import Layout, Place
+from ds4q.runtime.errors import SequenceError
 from ds4q.runtime.kv import overlap, ring_rows, window_rows
 
 LAYER_STATE = struct.Struct("<7Q4i")  # ds4q_layer_state
@@ -105,6 +106,19 @@ class DeviceState:
             self._ring_layout.free()
             raise
         self.table = self._pack()
+        self._closed = False
+
+    def check_of(self, backend: HipBackend) -> None:
+        """Refuse a sequence whose memory is freed, or lies where this engine's kernels do not.
+
+        Raises
+        ------
+        SequenceError : it is closed, or another engine's
+        """
+        if self._closed:
+            raise SequenceError("the sequence was closed")
+        if self._backend is not backend:
+            raise SequenceError()
 
     @property
     def nbytes(self) -> int:
@@ -134,6 +148,7 @@ class DeviceState:
 
     def close(self) -> None:
         """Free the memory, once no step uses it any more."""
+        self._closed = True
         if self._backend.closed:
             return
         try:

@@ -16,7 +16,7 @@ from ds4q.hipkern.sim.control import Control
 from ds4q.hipkern.streams import Stream
 from ds4q.runtime.device.engine import HipEngine
 from ds4q.runtime.engine import Engine
-from ds4q.runtime.errors import ContextError, LogitsError, TokenError
+from ds4q.runtime.errors import ContextError, LogitsError, SequenceError, TokenError
 from ds4q.runtime.generate import generate
 from ds4q.runtime.sampling import Sampler
 from tests.checks import check_refused, same_bits
@@ -244,3 +244,15 @@ def test_nothing_is_left_on_the_device(sim: Control, micro_path: Path) -> None:
         assert sim.get("live_allocations") == held - 2
         engine.new_state()
     assert sim.live() == before
+
+
+def test_a_closed_sequence_and_another_engines_are_refused(load: Load, micro_path: Path) -> None:
+    engine, other = load(micro_path, max_context=8), load(micro_path, max_context=8)
+    state, foreign = engine.new_state(), other.new_state()
+    engine.forward(state, [1, 2])
+    state.close()
+    with pytest.raises(SequenceError, match="the sequence was closed"):
+        engine.forward(state, [3])
+    with pytest.raises(SequenceError, match="not a sequence of this engine"):
+        engine.next_id(foreign, [3])
+    assert state.position == 2

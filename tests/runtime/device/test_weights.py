@@ -200,7 +200,8 @@ def test_rows_that_kernels_cannot_multiply_are_refused(tmp_path: Path) -> None:
         ("hc_mult", 6),
         ("hidden_size", 8224),
         ("hidden_size", 72),
-        ("head_dim", 1028),
+        ("head_dim", 516),
+        ("num_experts_per_tok", 32),
         ("index_head_dim", 132),
         ("index_n_heads", 65),
         ("n_routed_experts", 1025),
@@ -209,7 +210,8 @@ def test_rows_that_kernels_cannot_multiply_are_refused(tmp_path: Path) -> None:
 def test_models_larger_than_the_kernels_are_refused(
     key: str, value: int, micro_path: Path, tmp_path: Path
 ) -> None:
-    path = write(tmp_path / "m.hfq", CONFIG | {key: value}, tensors())
+    sizes = CONFIG | {"n_routed_experts": 64, key: value}
+    path = write(tmp_path / "m.hfq", sizes, tensors())
     with Reader(path) as reader:
         config = checked_config(reader)
         plan: Callable[[], object] = lambda: plan_weights(  # noqa: E731
