@@ -6,16 +6,14 @@ architecture, library. A damaged entry is compiled again.
 
 from __future__ import annotations
 
-import os
-import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ds4q.hipkern.errors import HipError, HipLibraryError, KernelBuildError
+from ds4q.hipkern.cache import NO_ROOM, first_error, publish
+from ds4q.hipkern.errors import HipLibraryError, KernelBuildError
 from ds4q.hipkern.library import Library, cache_folder
 from ds4q.hipkern.source import Source
 
@@ -56,6 +54,7 @@ def compile_source(device: Device, source: Source, defines: Mapping[str, int]) -
         log = entry.with_suffix(".log")
         code = _compile(device.library, source, wanted, label(source, defines), log)
         write_entry(entry, code)
+        log.unlink(missing_ok=True)  # of an attempt that failed
     return code
 
 
@@ -74,27 +73,7 @@ def read_entry(path: Path) -> bytes | None:
 
 def write_entry(path: Path, code: bytes) -> None:
     """Put ``code`` at ``path`` whole, or not at all."""
-    _publish(path, MAGIC + xxhash.xxh3_128_digest(code) + code)
-
-
-def _publish(path: Path, data: bytes) -> None:
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise HipError(
-                f"what was compiled cannot be kept: {error.strerror}",
-                path=path.parent,
-                remedy="set DS4Q_HOME to a folder that can be written",
-            ) from None
-        raise
+    publish(path, MAGIC + xxhash.xxh3_128_digest(code) + code)
 
 
 def _key(library: Library, source: Source, wanted: list[str]) -> str:
@@ -125,9 +104,15 @@ def _compile(library: Library, source: Source, wanted: list[str], name: str, log
         (code,) = rtc.hiprtcCompileProgram(program, len(wanted), [o.encode() for o in wanted])
         if code:
             text = _text(rtc, program)
-            _publish(log, f"{name}\noptions: {' '.join(wanted)}\n\n{text}".encode())
+            found = first_error(text) or code.name
+            if code.name == "HIPRTC_ERROR_INTERNAL_ERROR" or NO_ROOM in found:
+                raise KernelBuildError(
+                    f"{name} was not compiled: {found}",
+                    remedy="see that the temporary folder (TMPDIR) has room, and try again",
+                )
+            publish(log, f"{name}\noptions: {' '.join(wanted)}\n\n{text}".encode())
             raise KernelBuildError(
-                f"{name} does not compile: {first_error(text) or code.name}",
+                f"{name} does not compile: {found}",
                 path=log,
                 remedy="the file holds the compiler's whole log; please report it",
             )
@@ -145,13 +130,6 @@ def _text(rtc: Any, program: Any) -> str:
     text = bytearray(size)
     _call(rtc, "hiprtcGetProgramLog", program, text)
     return text.rstrip(b"\0").decode("utf-8", "replace")
-
-
-def first_error(log: str) -> str:
-    """The line of a compiler's log that says what is wrong."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    told = (line for line in lines if re.search(r"\berror\b", line))
-    return next(told, lines[0] if lines else "")
 
 
 def _call(rtc: Any, function: str, *arguments: Any) -> Any:

@@ -11,13 +11,12 @@ import ctypes
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ds4q.hipkern.errors import HipLibraryError, KernelBuildError
+from ds4q.hipkern.cache import libraries, run_compilers
+from ds4q.hipkern.errors import HipLibraryError
 
 SOURCES = Path(__file__).parent
 LIBRARIES = {"libamdhip64.so": "hip.cpp", "libhiprtc.so": "hiprtc.cpp"}
@@ -30,8 +29,8 @@ def build(cache_dir: Path) -> Path:
 
     Raises
     ------
-    HipLibraryError : NVRTC or a C++ compiler is missing
-    KernelBuildError : the compiler refused the source
+    HipLibraryError : NVRTC or a C++ compiler is missing, or the compiler refused the source
+    HipError : ``cache_dir`` cannot be written
     """
     return build_for(cache_dir, DRIVER, find_nvrtc())
 
@@ -44,21 +43,10 @@ def build_for(cache_dir: Path, driver: str, nvrtc: str) -> Path:
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.read_bytes())
     folder = cache_dir / f"cuda-{digest.hexdigest()[:16]}"
-    if folder.is_dir():
-        return folder
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir) as temporary:
-        made = Path(temporary) / "root"
-        (made / "lib").mkdir(parents=True)
-        for library, code in LIBRARIES.items():
-            command = [*compiler, *FLAGS, *defines, str(SOURCES / code)]
-            _run([*command, "-o", str(made / "lib" / library), "-ldl"])
-        try:
-            made.rename(folder)
-        except OSError:  # another process was first
-            if not folder.is_dir():
-                raise
-    return folder
+    log = cache_dir / f"{folder.name}.log"
+    return libraries(
+        folder, LIBRARIES, lambda work: _compile([*compiler, *FLAGS, *defines], work, log)
+    )
 
 
 def find_nvrtc() -> str:
@@ -99,10 +87,11 @@ def _compiler() -> tuple[str, ...]:
     )
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
-        raise KernelBuildError(
-            f"the library over NVIDIA's driver does not build: {lines[0]}", remedy="report it"
-        )
+def _compile(command: list[str], work: Path, log: Path) -> None:
+    (work / "lib").mkdir()
+    lines = [
+        [*command, str(SOURCES / code), "-o", str(work / "lib" / library), "-ldl"]
+        for library, code in LIBRARIES.items()
+    ]
+    run_compilers(lines, "the library over NVIDIA's driver", log)
+    log.unlink(missing_ok=True)  # of an attempt that failed

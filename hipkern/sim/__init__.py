@@ -6,17 +6,15 @@ tests and ``DS4Q_HIP=sim``, and say nothing about the speed of AMD hardware.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds4q.hipkern.cache import libraries, run_compilers
 from ds4q.hipkern.errors import HipLibraryError
 
 HERE = Path(__file__).parent
@@ -48,6 +46,7 @@ def build(cache_dir: Path, compiler: str | None = None, flags: Sequence[str] = (
     Raises
     ------
     HipLibraryError : no compiler, or it failed
+    HipError : ``cache_dir`` cannot be written
     """
     command = compiler_command(compiler)
     march = _march("ziglang" in command)
@@ -56,17 +55,8 @@ def build(cache_dir: Path, compiler: str | None = None, flags: Sequence[str] = (
     for source in sources:
         key.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     home = cache_dir / f"sim-{key.hexdigest()[:16]}"
-    if (home / "lib").is_dir():
-        return home
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with open(f"{home}.lock", "wb") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # who comes second finds what the first has built
-        if not (home / "lib").is_dir():
-            with tempfile.TemporaryDirectory(prefix="sim-", suffix=".part", dir=cache_dir) as work:
-                _compile(command, march, flags, Path(work))
-                home.mkdir(exist_ok=True)
-                (Path(work) / "lib").rename(home / "lib")
-    return home
+    log = cache_dir / f"{home.name}.log"
+    return libraries(home, LIBRARIES, lambda work: _compile(command, march, flags, work, log))
 
 
 def compiler_command(compiler: str | None = None) -> list[str]:
@@ -83,7 +73,7 @@ def compiler_command(compiler: str | None = None) -> list[str]:
     if shutil.which(name) is None:
         raise HipLibraryError(
             f"the simulated device needs a C++ compiler: {name} is not here",
-            remedy="install it, or ask for another",
+            remedy="install it",
         )
     return [name]
 
@@ -104,7 +94,9 @@ def _march(zig: bool) -> list[str]:
     return [f"-mcpu={name.replace('-', '_')}"] if zig else [f"-march={name}"]
 
 
-def _compile(command: list[str], march: list[str], flags: Sequence[str], work: Path) -> None:
+def _compile(
+    command: list[str], march: list[str], flags: Sequence[str], work: Path, log: Path
+) -> None:
     (work / "lib").mkdir()
     # Modules use no standard library, and zig would first build its own for "c++".
     modules = ["cc" if word == "c++" else word for word in command]
@@ -118,28 +110,11 @@ def _compile(command: list[str], march: list[str], flags: Sequence[str], work: P
         lines.append(
             [*command, *shared, level, "-c", str(source), "-o", str(work / f"unit-{unit}.o")]
         )
-    _run_all(lines)
+    run_compilers(lines, "the simulated device", log)
     lines = []
     for library, units in LIBRARIES.items():
         objects = [str(work / f"unit-{unit}.o") for unit in units]
         lines.append([*command, "-shared", "-pthread", *flags, *objects, "-ldl"])
         lines[-1] += ["-o", str(work / "lib" / library)]
-    _run_all(lines)
-
-
-def _run_all(lines: Sequence[list[str]]) -> None:
-    """At once; all have ended when this returns or raises."""
-    pipe = subprocess.PIPE
-    runs = [
-        subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT)
-        for line in lines
-    ]
-    texts = [run.communicate()[0].decode(errors="replace").splitlines() for run in runs]
-    for line, run, text in zip(lines, runs, texts, strict=True):
-        if run.returncode != 0:
-            raise HipLibraryError(
-                f"the simulated device did not compile with {line[0]}",
-                path=HERE,
-                found=next((said for said in text if "error" in said), run.returncode),
-                remedy="ask for another compiler",
-            )
+    run_compilers(lines, "the simulated device", log)
+    log.unlink(missing_ok=True)  # of an attempt that failed

@@ -102,7 +102,9 @@ bool host_options(int n, const char** given, std::vector<std::string>* kept, std
   return true;
 }
 
-// The exit status; -1: not run. Runs in `folder`, so that messages name files as the caller does.
+constexpr int kNotRun = -1, kStopped = -2;
+
+// The exit status, or one of the above. Runs in `folder`, so that messages name files as the caller does.
 int run(const std::string& folder, std::vector<std::string> command) {
   command.insert(command.begin(), {"/bin/sh", "-c", "cd \"$0\" && exec \"$@\"", folder});
   std::vector<char*> argv;
@@ -117,12 +119,12 @@ int run(const std::string& folder, std::vector<std::string> command) {
   pid_t child;
   int failed = posix_spawn(&child, argv[0], &files, nullptr, argv.data(), environ);
   posix_spawn_file_actions_destroy(&files);
-  if (failed) return -1;
+  if (failed) return kNotRun;
   int status;
   while (waitpid(child, &status, 0) < 0) {
-    if (errno != EINTR) return -1;
+    if (errno != EINTR) return kNotRun;
   }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return WIFEXITED(status) ? WEXITSTATUS(status) : kStopped;
 }
 
 void remove_folder(const std::string& folder) {
@@ -158,7 +160,12 @@ hiprtcResult compile_in(const std::string& folder, Program& program,
   int status = run(folder, command);
   program.log = get(folder + "/log.txt");
   if (status != 0) {
-    if (status < 0 || status == 127) program.log += "ds4q sim: the compiler could not be run\n";
+    // g++ tells so of what it has started: an interrupt, or the system out of memory.
+    if (status == kStopped || program.log.find(" signal terminated program ") != std::string::npos) {
+      program.log += "ds4q sim: the compiler was stopped\n";
+      return HIPRTC_ERROR_INTERNAL_ERROR;
+    }
+    if (status == kNotRun || status == 127) program.log += "ds4q sim: the compiler could not be run\n";
     return HIPRTC_ERROR_COMPILATION;
   }
   program.code = get(folder + "/module.out");

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ds4q.hipkern import build
-from ds4q.hipkern.build import compile_source, first_error, options, read_entry, write_entry
+from ds4q.hipkern.build import compile_source, options, read_entry, write_entry
+from ds4q.hipkern.cache import first_error
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.errors import HipError, HipLibraryError, KernelBuildError
 from ds4q.hipkern.source import FOLDER, Source, load
@@ -126,6 +129,47 @@ def test_a_build_error_shows_the_first_line_and_keeps_the_log(
     assert [path.suffix for path in home.iterdir()] == [".log"]
 
 
+@pytest.mark.parametrize(
+    "way", ["kill -INT $$", "echo fatal: Killed signal terminated program cc1"]
+)
+def test_a_compiler_that_was_stopped_leaves_no_log(
+    device: Device,
+    source: Source,
+    home: Path,
+    tmp_path: Path,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\n{way}\nexit 1\n")
+    compiler.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        with pytest.raises(KernelBuildError, match=r"k\.hip was not compiled: .*try again"):
+            compile_source(device, source, {})
+    assert not home.exists()
+    compile_source(device, source, {})
+
+
+def test_the_log_of_a_failure_goes_when_the_entry_compiles(
+    device: Device, source: Source, home: Path, compiled: list[str]
+) -> None:
+    compile_source(device, source, {})
+    (entry,) = home.iterdir()
+    entry.rename(entry.with_suffix(".log"))
+    compile_source(device, source, {})
+    assert list(home.iterdir()) == [entry]
+
+
+def test_an_entry_has_the_mode_that_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_entry(tmp_path / "k.bin", b"code")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "k.bin").stat().st_mode & 0o777 == 0o640
+
+
 def test_no_run_time_compiler_is_a_clear_error(device: Device, source: Source, home: Path) -> None:
     device.library = replace(device.library, rtc_problem="libhiprtc.so: cannot open")
     with pytest.raises(HipLibraryError, match=r"k\.hip has to be compiled, but hiprtc is not"):
@@ -141,6 +185,16 @@ def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None
         write_entry(tmp_path / "file" / "k.bin", b"code")
 
 
+def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(HipError, match="No space left on device; make room there, or set DS4Q"):
+        write_entry(tmp_path / "k.bin", b"code")
+    assert not list(tmp_path.iterdir())
+
+
 def test_options_fix_the_arithmetic() -> None:
     assert options("gfx1151", {"B": 2, "A": 1}) == [
         "--offload-arch=gfx1151", "-std=c++17", "-O3", "-ffp-contract=off", "-DA=1", "-DB=2",
@@ -154,6 +208,7 @@ def test_options_fix_the_arithmetic() -> None:
         ("\n  all wrong\n", "all wrong"),
         ("In file\nk.hip:3:1: error: no\nk.hip:4:1: error: not\n", "k.hip:3:1: error: no"),
         ("terror\nk.hip(3): error #20: no", "k.hip(3): error #20: no"),
+        ("ld: x: No space left on device\ncollect2: error: ld", "ld: x: No space left on device"),
     ],
 )
 def test_the_line_that_says_what_is_wrong(log: str, line: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,51 @@ def test_processes_that_build_at_once_build_once(tmp_path: Path) -> None:
     assert not list(cache.glob("*.part"))
 
 
+@pytest.mark.parametrize("library", sim.LIBRARIES)
+def test_a_damaged_library_is_built_again(tmp_path: Path, library: str) -> None:
+    compiler = str(fake_compiler(tmp_path, TOUCH.replace(":", "echo built")))
+    home = build(tmp_path / "cache", compiler)
+    path = home / "lib" / library
+    path.write_text("buil")
+    assert build(tmp_path / "cache", compiler) == home
+    assert path.read_text() == "built\n"
+    path.unlink()
+    build(tmp_path / "cache", compiler)
+    assert path.read_text() == "built\n"
+
+
+def test_a_build_that_is_interrupted_leaves_no_compiler_running(tmp_path: Path) -> None:
+    body = f'sleep 60 & echo $! >> "{tmp_path}/children"; wait'  # as g++ waits for cc1plus
+    compiler = fake_compiler(tmp_path, body)
+    script = (
+        "import sys; from pathlib import Path; from ds4q.hipkern.sim import build\n"
+        "build(Path(sys.argv[1]), sys.argv[2])"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "cache"), str(compiler)]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT)
+    children: list[str] = []
+    while len(children) < len(sim.UNITS):
+        time.sleep(0.05)
+        assert run.poll() is None
+        if (tmp_path / "children").exists():
+            children = (tmp_path / "children").read_text().split()
+    run.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in run.communicate()[1]
+    for child in children:
+        for _ in range(100):
+            if not is_running(child):
+                break
+            time.sleep(0.05)
+        assert not is_running(child)
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_a_build_is_kept_by_compiler_and_flags(tmp_path: Path) -> None:
     compiler = str(fake_compiler(tmp_path, TOUCH))
     first = build(tmp_path / "cache", compiler)
@@ -57,8 +104,29 @@ def test_a_build_is_kept_by_compiler_and_flags(tmp_path: Path) -> None:
 
 def test_a_compiler_that_fails_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     compiler = fake_compiler(tmp_path, "echo fiber.cpp:3: error: no such thing; exit 1")
-    with pytest.raises(HipLibraryError, match=r"did not compile.*fiber\.cpp:3: error: no such"):
+    with pytest.raises(
+        HipLibraryError, match=r"did not compile.*fiber\.cpp:3: error: no such"
+    ) as e:
         build(tmp_path / "cache", str(compiler))
+    assert "fiber.cpp:3: error: no such thing" in Path(str(e.value.path)).read_text()
+    assert sorted(x.suffix for x in (tmp_path / "cache").iterdir()) == [".lock", ".log"]
+    fake_compiler(tmp_path, TOUCH)
+    build(tmp_path / "cache", str(compiler))
+    assert sorted(x.suffix for x in (tmp_path / "cache").iterdir()) == ["", ".lock"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("echo ld: x.o: No space left on device; exit 1", "No space left on device; make room in"),
+        ("kill -TERM $$", "which was stopped: found Terminated; run the command again"),
+    ],
+)
+def test_what_is_not_the_source_s_fault_says_what_to_do(
+    tmp_path: Path, body: str, says: str
+) -> None:
+    with pytest.raises(HipLibraryError, match=says):
+        build(tmp_path / "cache", str(fake_compiler(tmp_path, body)))
     assert [x.suffix for x in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
