@@ -21,7 +21,7 @@ from ds4q.hipkern.errors import (
     NoDeviceError,
 )
 from ds4q.hipkern.handles import Buffer, Handle, Module, Pinned
-from ds4q.hipkern.library import Library, open_library
+from ds4q.hipkern.library import Library, open_library, told
 from ds4q.hipkern.probe import NO_DEVICE
 from ds4q.hipkern.streams import NOT_READY, ON_DEVICE, TO_DEVICE, TO_HOST, Event, Graph, Stream
 
@@ -148,14 +148,17 @@ class Device:
         try:
             return self.call(function, nbytes, *flags)
         except DeviceMemoryError as error:
-            where = "on the device" if function == "hipMalloc" else "of pinned host memory"
-            raise DeviceMemoryError.of(
-                function,
-                error.code,
-                error.code_name,
-                expected=f"{nbytes:,} bytes {where}",
-                found=f"{self.free_bytes():,} bytes free on the device",
-            ) from None
+            if function == "hipMalloc":
+                where = {
+                    "expected": f"{nbytes:,} bytes on the device",
+                    "found": f"{self.free_bytes():,} bytes free on the device",
+                }
+            else:
+                where = {
+                    "expected": f"{nbytes:,} bytes of host memory that can be pinned",
+                    "remedy": "free memory of the host, or raise its limit (ulimit -l)",
+                }
+            raise DeviceMemoryError.of(function, error.code, error.code_name, **where) from None
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -172,7 +175,7 @@ class Device:
             result = getattr(self.library.hip, function)(*arguments)
         except RuntimeError as error:  # the binding could not look the symbol up
             raise HipLibraryError(
-                f"{function} cannot be called: {error}",
+                f"{function} cannot be called: {told(error)}",
                 path=self.library.path,
                 remedy="install a newer ROCm",
             ) from None

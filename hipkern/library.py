@@ -8,6 +8,7 @@ choice stays.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +95,11 @@ def _bindings() -> tuple[Any, Any]:
     return hip, hiprtc
 
 
+def told(error: RuntimeError) -> str:
+    """What the binding says of dlopen and dlsym, without the marks of its byte strings."""
+    return re.sub(r"""'?(?<!\w)b(['"])(.*?)\1'?""", r"\2", str(error))
+
+
 def built_root(asked: str) -> str | None:
     """The folder to look into for library ``asked``, built where need be; None for ROCm's own."""
     if asked == "sim":
@@ -147,7 +153,9 @@ def _version(hip: Any, path: str) -> int:
         code, version = hip.hipRuntimeGetVersion()
     except RuntimeError as error:  # what the binding raises for dlopen and dlsym
         tried = dict.fromkeys([*candidates(os.environ), path])
-        raise HipLibraryError(f"HIP is not available: {error}; tried {', '.join(tried)}") from None
+        raise HipLibraryError(
+            f"HIP is not available: {told(error)}; tried {', '.join(tried)}"
+        ) from None
     if code:
         raise HipLibraryError(f"hipRuntimeGetVersion failed with {code.name} ({int(code)})")
     return int(version)
@@ -157,7 +165,7 @@ def _rtc_version(hiprtc: Any) -> tuple[str, str]:
     try:
         code, major, minor = hiprtc.hiprtcVersion()
     except RuntimeError as error:
-        return "", str(error)
+        return "", told(error)
     if code:
         return "", f"hiprtcVersion failed with {code.name} ({int(code)})"
     return f"{major}.{minor}", ""

@@ -89,6 +89,15 @@ def test_out_of_memory_says_what_is_needed_and_what_is_free(device: Device, sim:
     device.ensure_free(MANY, "the model")
 
 
+def test_pinned_memory_that_is_out_speaks_of_the_host(device: Device, sim: Control) -> None:
+    sim.set(fail="hipHostMalloc:1:2")
+    with pytest.raises(DeviceMemoryError) as caught:
+        device.pinned(MANY)
+    assert "expected 1,048,576 bytes of host memory that can be pinned; free" in str(caught.value)
+    assert "ulimit -l" in str(caught.value)
+    assert "on the device" not in str(caught.value)
+
+
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_an_allocation_needs_a_size(device: Device, nbytes: int) -> None:
     with pytest.raises(HipUsageError, match="needs a size"):

@@ -53,7 +53,10 @@ def has_system_library() -> bool:
 def test_no_library_is_one_line_with_the_paths_tried() -> None:
     said = opened()
     assert said.count("\n") == 0
-    assert said.startswith("HipLibraryError HIP is not available: failed to dlopen")
+    assert said.startswith(
+        "HipLibraryError HIP is not available: failed to dlopen libamdhip64.so: "
+    )
+    assert "b'" not in said
     assert "tried /nonexistent/lib/libamdhip64.so, libamdhip64.so;" in said
     assert "DS4Q_HIP=sim" in said
 
@@ -108,7 +111,19 @@ def test_a_library_with_no_run_time_compiler_still_opens(tmp_path: Path) -> None
     (tmp_path / "lib").mkdir()
     os.symlink(path, tmp_path / "lib" / "libamdhip64.so")
     said = opened("print(found.rtc_problem)", ROCM_PATH=str(tmp_path))
-    assert "failed to dlopen" in said.splitlines()[1]
+    assert said.splitlines()[1].startswith("failed to dlopen libhiprtc.so: ")
+
+
+@pytest.mark.parametrize("home", ["file", "file/below", "unwritable"])
+def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path: Path, home: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "unwritable").mkdir(mode=0o500)
+    if home == "unwritable" and os.access(tmp_path / home, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    said = opened(DS4Q_HIP="sim", DS4Q_HOME=str(tmp_path / home))
+    assert said.count("\n") == 0
+    assert said.startswith(f"HipError {tmp_path / home}: what was compiled cannot be kept: ")
+    assert said.endswith("set DS4Q_HOME to a folder that can be written")
 
 
 def test_help_and_probe_import_no_binding() -> None:
