@@ -79,7 +79,7 @@ def test_make_has_the_targets_that_the_house_promises() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert phony is not None
     promised = (
-        "help setup links demo test test-slow test-gpu objects lint type check bench goldens docs"
+        "help setup links demo test test-slow test-gpu objects lint type check bench bench-gpu goldens docs"
     )
     assert phony[1].split() == [*promised.split(), "clean"]
     assert set(phony[1].split()) == set(TARGETS.findall(text))
