@@ -17,29 +17,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.flash_plan import listing
 from ds4q.artifact.formats import codec_for, hfp4g32
 from ds4q.artifact.types import HFP4G32, TIDI32
 from ds4q.artifact.writer import PartialFile
 from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.config import check_config
-from ds4q.quantize.deepseek4 import Inventory, Storage
+from ds4q.quantize.deepseek4 import Inventory
 from ds4q.quantize.plan import Options, Output, PlannedTensor, make_plan
 from ds4q.quantize.recipe import find_recipe
-from tests.quantize.builders import FLASH, Entry, write_model
+from tests.quantize.builders import FLASH, write_model
 
 U8 = npt.NDArray[np.uint8]
 
 TILE_ROWS = 64
 EXPERT_SCALES = (114, 121)  # exponent bytes of FP4 blocks
 DEVIATION = 0.02  # of gaussian weights
-DTYPES = {
-    Storage.FP4: "I8",
-    Storage.FP8: "F8_E4M3",
-    Storage.BF16: "BF16",
-    Storage.F32: "F32",
-    Storage.INTEGER: "I64",
-}
 
 
 def flash_config(ratios: tuple[int, ...], hash_layers: int = 0) -> dict[str, Any]:
@@ -56,7 +50,8 @@ def flash_config(ratios: tuple[int, ...], hash_layers: int = 0) -> dict[str, Any
 def write(path: Path, recipe: str, config: Mapping[str, Any]) -> Output:
     """Write a random artifact of ``recipe`` at ``path``; the same config gives the same bytes."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_model(Path(temporary) / "source", _listing(config), dict(config))
+        tensors = listing(Inventory(check_config(dict(config), "config.json")))
+        folder = write_model(Path(temporary) / "source", tensors, dict(config))
         with Checkpoint.open(folder) as checkpoint:
             options = Options(find_recipe(recipe))
             plan = make_plan(checkpoint, audit(checkpoint), path, options, "benchmark")
@@ -70,22 +65,6 @@ def write(path: Path, recipe: str, config: Mapping[str, Any]) -> Output:
             os.replace(file.path, path)
             file.close()
     return output
-
-
-def _listing(config: Mapping[str, Any]) -> dict[str, Entry]:
-    inventory = Inventory(check_config(dict(config), "config.json"))
-    found: dict[str, Entry] = {}
-    for name in inventory.required():
-        expected = inventory.expected(name)
-        shape = tuple(n for n in expected.shape if n is not None)
-        scale = name.removesuffix("weight") + "scale"
-        if expected.storage is Storage.FP4:
-            found[scale] = ("F8_E8M0", (shape[0], shape[1] // 32))
-            shape = shape[0], shape[1] // 2
-        elif expected.storage is Storage.FP8:
-            found[scale] = ("F8_E8M0", tuple(-(-n // 128) for n in shape))
-        found[name] = (DTYPES[expected.storage], shape)
-    return found
 
 
 def _fill(file: PartialFile, tensor: PlannedTensor, seed: int, config: Mapping[str, Any]) -> None:

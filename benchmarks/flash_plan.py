@@ -39,9 +39,8 @@ DTYPES = {
 }
 
 
-def listing() -> dict[str, Entry]:
-    """Every tensor of the 0731 release: its draft and all scales included."""
-    inventory = Inventory(check_config(FLASH, "config.json"), "dspark", 3)
+def listing(inventory: Inventory) -> dict[str, Entry]:
+    """Every tensor of a checkpoint in DeepSeek's own types, scales included."""
     found: dict[str, Entry] = {}
     for name in inventory.required():
         expected = inventory.expected(name)
@@ -87,7 +86,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary) / "flash"
         if not folder.is_dir():
-            write_model(folder, listing(), FLASH, shards=SHARDS)
+            # The 0731 release, with its draft.
+            inventory = Inventory(check_config(FLASH, "config.json"), "dspark", 3)
+            write_model(folder, listing(inventory), FLASH, shards=SHARDS)
             if not args.zeros:
                 fill(folder)
         command = [sys.executable, "-m", "ds4q", "quantize", str(folder), "--json", "--dry-run"]

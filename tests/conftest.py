@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from ds4q.hipkern.library import open_library
+from ds4q.hipkern.sim.control import Control
+
 ROOT = Path(__file__).parents[1]
 
 settings.register_profile("house", derandomize=True, deadline=None, database=None)
@@ -34,6 +37,18 @@ def house_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         home.mkdir(exist_ok=True)
         patch.setenv("DS4Q_HOME", str(home))
         yield
+
+
+@pytest.fixture
+def sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
+    """The simulated device with its settings; whatever a test leaves on it is a failure."""
+    monkeypatch.setenv("DS4Q_HIP", "sim")
+    control = Control(Path(open_library().path).parents[1])
+    control.reset()
+    before = control.live()  # of other tests of this process
+    yield control
+    control.reset()
+    assert control.live() == before
 
 
 def _quantized(name: str, folder: Path) -> Path:

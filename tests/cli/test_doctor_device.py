@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from ds4q.cli import main
 from ds4q.hipkern import selftest
-from ds4q.hipkern.library import open_library
 from ds4q.hipkern.sim.control import Control
 
 
 @pytest.fixture(autouse=True)
-def sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
+def few_kernels(sim: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated device, and three kernels: all of them are run elsewhere."""
-    monkeypatch.setenv("DS4Q_HIP", "sim")
     few = [case for case in selftest.cases() if case.file in ("head.hip", "route.hip")]
     monkeypatch.setattr(selftest, "cases", lambda: few)
-    control = Control(Path(open_library().path).parents[1])
-    control.reset()
-    before = control.live()  # of other tests of this process
-    yield control
-    control.reset()
-    assert control.live() == before
 
 
 def doctor(*words: str) -> Result:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from click.testing import CliRunner, Result
 
 from ds4q import api
 from ds4q.cli import main
-from ds4q.hipkern.library import open_library
 from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.device.engine import HipEngine
 
@@ -30,18 +28,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "budget": {"target_bpw": 3.0},
 }
 OPTIONS = ["--prompt-ids", "5,6", "--temp", "0", "--ignore-eos"]
-
-
-@pytest.fixture
-def sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
-    """The simulated device; what a run leaves on it is a failure."""
-    monkeypatch.setenv("DS4Q_HIP", "sim")
-    control = Control(Path(open_library().path).parents[1])
-    control.reset()
-    before = control.live()
-    yield control
-    control.reset()
-    assert control.live() == before
 
 
 def run(*arguments: str) -> Result:

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,22 +23,10 @@ from ds4q.artifact.types import TIDI32
 from ds4q.cli import main
 from ds4q.hipkern import driver, kernels
 from ds4q.hipkern.errors import HipLibraryError
-from ds4q.hipkern.library import open_library
 from ds4q.hipkern.sim.control import Control
 from ds4q.hipkern.source import FOLDER
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
-    monkeypatch.setenv("DS4Q_HIP", "sim")
-    control = Control(Path(open_library().path).parents[1])
-    control.reset()
-    before = control.live()  # of other tests of this process
-    yield control
-    control.reset()
-    assert control.live() == before
 
 
 def verify(*words: object) -> Result:

@@ -8,25 +8,12 @@ from typing import Any
 
 import pytest
 
-from ds4q.hipkern.library import open_library
 from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.device.engine import HipEngine
 from ds4q.runtime.engine import Engine
 from tests.runtime.device.micro import write_micro
 
 Load = Callable[..., HipEngine]
-
-
-@pytest.fixture
-def sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
-    """The simulated library with its settings; whatever a test leaves on it is a failure."""
-    monkeypatch.setenv("DS4Q_HIP", "sim")
-    control = Control(Path(open_library().path).parents[1])
-    control.reset()
-    before = control.live()
-    yield control
-    control.reset()
-    assert control.live() == before
 
 
 @pytest.fixture

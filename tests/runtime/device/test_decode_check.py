@@ -6,7 +6,6 @@ The device is the simulated one.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from ds4q.artifact.report import Check
 from ds4q.artifact.types import BF16, F16, F32, HFP4G32, Q8F16, RAW, TIDI32, TYPES, TensorType
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.kernels import Kernels
-from ds4q.hipkern.library import open_library
 from ds4q.hipkern.selftest.inputs import Inputs
 from ds4q.hipkern.selftest.packed import FORMATS, Format
 from ds4q.hipkern.sim.control import Control
@@ -30,17 +28,6 @@ from ds4q.runtime.device.decode_check import DeviceDecoding
 U8 = npt.NDArray[np.uint8]
 NAME = "layers.3.ffn.experts.7.w2.weight"
 PLACE = (NAME, 3, 7, "w2")
-
-
-@pytest.fixture
-def sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
-    monkeypatch.setenv("DS4Q_HIP", "sim")
-    control = Control(Path(open_library().path).parents[1])
-    control.reset()
-    before = control.live()  # of other tests of this process
-    yield control
-    control.reset()
-    assert control.live() == before
 
 
 def altered(folder: Path, file: str, before: str, after: str) -> Path:
