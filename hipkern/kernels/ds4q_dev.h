@@ -277,13 +277,11 @@ inline ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
 DS4Q_FN ds4q_u32 ds4q_lane() { return ds4q_thread() % DS4Q_LANES; }
 DS4Q_FN ds4q_u32 ds4q_bits(float x) { return __builtin_bit_cast(ds4q_u32, x); }
 DS4Q_FN float ds4q_float(ds4q_u32 bits) { return __builtin_bit_cast(float, bits); }
-DS4Q_FN float ds4q_bfloat(ds4q_u16 bits) { return ds4q_float((ds4q_u32)bits << 16); }
 DS4Q_FN float ds4q_shuffle(float v, ds4q_u32 lane) {
   return ds4q_float(ds4q_shuffle_bits(ds4q_bits(v), lane));
 }
 DS4Q_FN float ds4q_infinity() { return ds4q_float(0x7f800000u); }
 DS4Q_FN float ds4q_max(float a, float b) { return a > b ? a : b; }
-DS4Q_FN float ds4q_min(float a, float b) { return a < b ? a : b; }
 
 // Sum over the 32 lanes of a group, in every lane: partners at distance 1, 2, 4, 8, 16. Addition
 // commutes, so all lanes hold the same bits.
