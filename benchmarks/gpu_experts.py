@@ -87,6 +87,7 @@ class Pool:
         self._x = self._put(self.x).address
         self._weights = self._put(self.weights).address
         self.hidden = self._put(np.zeros((CHOSEN + 1) * WIDTH, np.float32))
+        self._parts = self._put(np.zeros((CHOSEN + 1) * HIDDEN, np.float32))
         self.out = self._put(np.zeros(HIDDEN, np.float32))
 
     def _put(self, array: npt.NDArray[Any] | bytes) -> Buffer:
@@ -121,17 +122,21 @@ class Pool:
         )  # fmt: skip
 
     def down(self, step: int) -> None:
-        """Queue down and the weighted sum of a step."""
+        """Queue the weighted downs of a step; in a model hc_mix takes their sum."""
         self.bench.kernels.launch(
             self.bench.stream, "moe.hip", "moe_down", packing.down_grid(HIDDEN, CHOSEN, 1),
-            self._table, 0, self._ids + 4 * CHOSEN * step, self._weights, self.hidden.address, 0,
-            self.out.address, CHOSEN, 1, defines=self._defines,
+            self._table, 0, self._ids + 4 * CHOSEN * step, self._weights, self.hidden.address,
+            self._parts.address, CHOSEN, 1, defines=self._defines,
         )  # fmt: skip
 
     def check(self) -> None:
         """Compare a step with float64."""
         self.gate_up(0)
         self.down(0)
+        self.bench.kernels.launch(
+            self.bench.stream, "hyper.hip", "hc_sum", packing.sum_grid(HIDDEN, 1),
+            self._parts.address, self.out.address, self.out.address, CHOSEN + 1, HIDDEN,
+        )  # fmt: skip
         hidden = self.bench.take(self.hidden, CHOSEN * WIDTH)
         out = self.bench.take(self.out, HIDDEN)
         expected, total = [], np.zeros(HIDDEN)

@@ -67,9 +67,11 @@ def _times(bench: Bench, kind: TensorType, rows: int, k: int) -> Times:
             jobs += packing.pack_job(described, vector, result.address, k, rows, 0)
         table = owned.enter_context(bench.put(jobs)).address
 
+        grid = packing.linear_blocks(kind.id, rows, k), 1, 1
+
         def launch(i: int) -> None:
             bench.kernels.launch(
-                bench.stream, "linear.hip", "linear", (packing.linear_blocks(rows, k), 1, 1),
+                bench.stream, "linear.hip", "linear", grid,
                 table + packing.JOB_BYTES * (i % count), 1, 1, defines={"DS4Q_DECODER": kind.id},
             )  # fmt: skip
 

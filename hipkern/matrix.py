@@ -43,10 +43,15 @@ JOB_BYTES = 72
 ABSENT = bytes(MATRIX_BYTES)
 """The struct of a matrix that is not there."""
 
-MOE_HIDDEN_ROWS = 32  # of ``moe_gate_up``'s result that a block gives
-MOE_OUT_ROWS = 16  # of ``moe_down``'s
+GROUPS = 6  # of 32 lanes, in a block that multiplies
+MOE_HIDDEN_ROWS = 4 * GROUPS  # of ``moe_gate_up``'s result that a block gives
+MOE_OUT_ROWS = 8 * GROUPS  # of ``moe_down``'s
 MOE_EXPERTS = 32  # of a token at most, the shared one included
 _DECODE_THREADS = 128
+_SUM_THREADS = 128
+_WIDE = (F16.id, F32.id, BF16.id)
+_PART = 4096  # columns that a group takes at once of packed rows
+_ENOUGH_BLOCKS = 256  # to fill a device
 _BLOCK = 32  # columns that a thread decodes
 
 
@@ -117,25 +122,28 @@ def pack_job(
 
     ``first_block`` is the sum of ``linear_blocks`` over the jobs before.
     """
-    rows, cols = struct.unpack_from("<2Q6i", matrix)[3:5]
-    block_rows = linear_rows(rows, cols)
+    decoder, rows, cols = struct.unpack_from("<2Q6i", matrix)[2:5]
+    block_rows = linear_rows(decoder, rows, cols)
     return matrix + struct.pack("<2Q4i", x, y, x_stride, y_stride, first_block, block_rows)
 
 
-def linear_rows(rows: int, cols: int) -> int:
+def linear_rows(decoder: int, rows: int, cols: int) -> int:
     """Rows of a matrix that a block of ``linear`` takes.
 
-    Many, so that what a block begins with is spread over them; fewer where there would be too few
-    blocks to fill a device. Of short rows, at least as many as its lanes take at once.
+    Two of a group where weights go straight to registers. Else two or four windows of a group (see
+    ``ds4q_rows.h``): many, so that what a block begins with is spread over them; few where there
+    would be too few blocks to fill a device.
     """
-    least = 8 if cols > 1024 else 16 if cols > 512 else 32
-    most = min(64, (1 << 17) // cols, rows // 256)
-    return max(least, 1 << most.bit_length() - 1 if most else 0)
+    if decoder in _WIDE:
+        return 2 * GROUPS
+    window = max(1, min(8, _PART // cols))
+    many = rows >= 4 * window * GROUPS * _ENOUGH_BLOCKS
+    return (4 if many else 2) * window * GROUPS
 
 
-def linear_blocks(rows: int, cols: int) -> int:
+def linear_blocks(decoder: int, rows: int, cols: int) -> int:
     """Blocks of ``linear`` that a job takes."""
-    return -(-rows // linear_rows(rows, cols))
+    return -(-rows // linear_rows(decoder, rows, cols))
 
 
 def linear_kernel(tokens: int) -> str:
@@ -152,7 +160,12 @@ def gate_up_grid(width: int, k: int, tokens: int) -> tuple[int, int, int]:
 def down_grid(rows: int, k: int, tokens: int) -> tuple[int, int, int]:
     """Grid of ``moe_down``."""
     _check_experts(k)
-    return -(-rows // MOE_OUT_ROWS), tokens, 1
+    return -(-rows // MOE_OUT_ROWS), k + 1, tokens
+
+
+def sum_grid(rows: int, tokens: int) -> tuple[int, int, int]:
+    """Grid of ``hc_sum``."""
+    return -(-rows // _SUM_THREADS), tokens, 1
 
 
 def _check_experts(k: int) -> None:

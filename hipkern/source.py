@@ -18,7 +18,9 @@ FOLDER = Path(__file__).parent / "kernels"
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"/]+)"', re.MULTILINE)
-_KERNEL = re.compile(r"^DS4Q_KERNEL\(\s*(\w+)\s*,\s*(\w+)\s*,\s*\(([^()]*)\)\s*\)", re.MULTILINE)
+_KERNEL = re.compile(
+    r"^DS4Q_KERNEL(?:_OF\(\s*\w+\s*,|\()\s*(\w+)\s*,\s*(\w+)\s*,\s*\(([^()]*)\)\s*\)", re.MULTILINE
+)
 _MACRO = re.compile(r"^\s*#\s*define\s+(\w+)\s+\(?(\d+)\)?\s*$", re.MULTILINE)
 _FIGURE = re.compile(r"\b(no)\s+LDS\b|\bLDS\s+(\d+(?:,?\s+(?:or\s+)?\d+)*)")
 

@@ -17,8 +17,21 @@ typedef unsigned long long ds4q_u64;
 
 #define DS4Q_LANES 32  // lanes of a group: what shuffles and group barriers span
 
+struct alignas(16) ds4q_piece {
+  ds4q_u32 words[4];
+};
+struct alignas(16) ds4q_four {
+  float x[4];
+};
+
 // ds4q_count adds to a counter in shared memory, atomically. It returns nothing, so that the order
 // in which lanes arrive cannot show.
+// ds4q_near4 reads what nothing writes while the kernel runs and others read soon; ds4q_stream16,
+// what is read once.
+// ds4q_now has a value computed where it stands: a compiler that moved that to where the value is
+// used would keep all that it is computed from.
+// DS4Q_KERNEL(name, threads, arguments) declares a kernel; DS4Q_KERNEL_OF(resident, ..) one of which
+// a multiprocessor should have room for `resident` blocks.
 
 #if defined(DS4Q_SIM)
 // ---- CPU fibers ---------------------------------------------------------------------------------
@@ -104,6 +117,8 @@ struct ds4q_sim_entry : ds4q_sim_kernel {
   }
 };
 
+#define DS4Q_KERNEL_OF(resident, name, block_threads, arguments) \
+  DS4Q_KERNEL(name, block_threads, arguments)
 #define DS4Q_KERNEL(name, block_threads, arguments)                                       \
   static void name arguments;                                                             \
   static ds4q_sim_entry ds4q_sim_entry_##name(                                            \
@@ -136,7 +151,10 @@ inline void ds4q_copy_commit() { ds4q_sim.copy_commit(); }
 template <int PENDING>
 inline void ds4q_copy_wait() { ds4q_sim.copy_wait(PENDING); }
 inline void ds4q_count(ds4q_u32* at, ds4q_u32 more) { ds4q_sim.atomic_add(at, more); }
-// A constant that is worth a register: a compiler would make it anew for each use.
+inline ds4q_piece ds4q_stream16(const void* from) { return *(const ds4q_piece*)from; }
+inline float ds4q_now(float x) { return x; }
+inline ds4q_four ds4q_near4(const float* from) { return *(const ds4q_four*)from; }
+// A constant that is worth a register: a compiler would make it anew for each use. By whole groups.
 inline ds4q_u32 ds4q_keep(ds4q_u32 x) { return x; }
 // Byte i of the result is byte (selector >> 4 i) & 15 < 8 of the eight bytes of low, then high. The
 // upper half of the selector is not looked at.
@@ -151,8 +169,9 @@ inline ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
 
 #elif defined(__CUDACC_RTC__) || defined(__CUDACC__)
 // ---- NVIDIA: NVRTC with --device-as-default-execution-space --fmad=false -------------------------
-#define DS4Q_KERNEL(name, block_threads, arguments) \
-  extern "C" __global__ void __launch_bounds__(block_threads) name arguments
+#define DS4Q_KERNEL_OF(resident, name, block_threads, arguments) \
+  extern "C" __global__ void __launch_bounds__(block_threads, resident) name arguments
+#define DS4Q_KERNEL(name, block_threads, arguments) DS4Q_KERNEL_OF(1, name, block_threads, arguments)
 #define DS4Q_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define DS4Q_UNROLL _Pragma("unroll")
 #if defined(__CUDACC_RTC__)
@@ -197,10 +216,23 @@ DS4Q_FN void ds4q_copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 DS4Q_FN void ds4q_count(ds4q_u32* at, ds4q_u32 more) { atomicAdd(at, more); }
-DS4Q_FN ds4q_u32 ds4q_keep(ds4q_u32 x) {
-  ds4q_u32 kept;
-  asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(x));
-  return kept;
+DS4Q_FN ds4q_piece ds4q_stream16(const void* from) {
+  ds4q_piece p;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(p.words[0]), "=r"(p.words[1]), "=r"(p.words[2]), "=r"(p.words[3])
+      : "l"(from));
+  return p;
+}
+DS4Q_FN float ds4q_now(float x) { return x; }
+DS4Q_FN ds4q_four ds4q_near4(const float* from) {
+  ds4q_four f;
+  asm("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+      : "=f"(f.x[0]), "=f"(f.x[1]), "=f"(f.x[2]), "=f"(f.x[3])
+      : "l"(from));
+  return f;
+}
+DS4Q_FN ds4q_u32 ds4q_keep(ds4q_u32 x) {  // a move would be seen through
+  return __shfl_sync(0xffffffffu, x, 0, 32);
 }
 DS4Q_FN ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
   ds4q_u32 found;  // __byte_perm would spend an operation on clearing what is clear
@@ -211,6 +243,9 @@ DS4Q_FN ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {
 #else
 // ---- amdgcn: clang -x hip, hiprtc ---------------------------------------------------------------
 #pragma clang force_cuda_host_device begin
+#define DS4Q_FN __attribute__((always_inline)) inline  // a call would cost scratch
+#define DS4Q_KERNEL_OF(resident, name, block_threads, arguments) \
+  DS4Q_KERNEL(name, block_threads, arguments)
 #define DS4Q_KERNEL(name, block_threads, arguments)                   \
   extern "C" __attribute__((global))                                  \
   __attribute__((amdgpu_flat_work_group_size(block_threads, block_threads))) void name arguments
@@ -252,9 +287,17 @@ inline float ds4q_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c
 inline float ds4q_sqrt(float x) { return __builtin_sqrtf(x); }
 inline float ds4q_half(ds4q_u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
 inline ds4q_u16 ds4q_to_half(float x) { return __builtin_bit_cast(ds4q_u16, (_Float16)x); }
-struct ds4q_sixteen { ds4q_u32 words[4]; };
 inline void ds4q_copy16(void* to_shared, const void* from) {
-  *(ds4q_sixteen*)to_shared = *(const ds4q_sixteen*)from;
+  *(ds4q_piece*)to_shared = *(const ds4q_piece*)from;
+}
+inline ds4q_four ds4q_near4(const float* from) { return *(const ds4q_four*)from; }
+inline float ds4q_now(float x) {
+  asm volatile("" : "+v"(x));
+  return x;
+}
+typedef ds4q_u32 ds4q_vector __attribute__((ext_vector_type(4)));
+inline ds4q_piece ds4q_stream16(const void* from) {
+  return __builtin_bit_cast(ds4q_piece, __builtin_nontemporal_load((const ds4q_vector*)from));
 }
 inline void ds4q_copy_commit() {}
 template <int PENDING>

@@ -1,7 +1,7 @@
 // Owns the definition of a row's product with activations, and the parts that kernels build it of.
 //
 // The sum, for every kernel and target (w weight, x activation, all f32, fma = ds4q_fma):
-//   packed formats (3, 21, 100 and above): a tile is 64 weights of a row. Lane l of a group takes
+//   packed formats (3, 21, 100 and above): a tile is 128 weights of a row. Lane l of a group takes
 //     tiles l, l + 32, ... in order, the blocks of a tile in order, the weights of a block, or of
 //     each half of it where the format has halves, in order: acc = fma(level, x, acc) from 0; then
 //     total = fma(scale, acc, total) from 0.
@@ -14,17 +14,11 @@
 #pragma once
 #include "ds4q_unpack.h"
 
-#define DS4Q_TILE 64  // weights that a lane takes at once
+#define DS4Q_TILE 128  // weights that a lane takes at once
 #define DS4Q_TILE_BLOCKS (DS4Q_TILE / DS4Q_BLOCK)
 #define DS4Q_PART (DS4Q_TILE * DS4Q_LANES)  // columns that a group takes at once
 #define DS4Q_TOKENS 8                       // rows of activations that share reading the weights
 
-struct alignas(16) ds4q_piece {
-  ds4q_u32 words[4];
-};
-struct alignas(16) ds4q_four {
-  float x[4];
-};
 
 template <int DECODER>
 inline constexpr bool ds4q_is_wide = DECODER == 1 || DECODER == 2 || DECODER == 16;
@@ -34,25 +28,34 @@ DS4Q_FN int ds4q_least(int a, int b) { return a < b ? a : b; }
 // ---- products ------------------------------------------------------------------------------------
 DS4Q_FN ds4q_four ds4q_read_four(const float* at) { return *(const ds4q_four*)at; }
 
-// A block that lies `from` bytes after `row`, which 4 divides; one word more may be read.
+// Block b of a tile, which begins at a multiple of its own size of four or eight bytes.
 template <int DECODER>
-DS4Q_FN ds4q_codes ds4q_read_block(const ds4q_u8* row, int from) {
+DS4Q_FN ds4q_codes ds4q_read_block(const ds4q_u8* tile, int b) {
   using format = ds4q_format<DECODER>;
-  int first = from + format::CODES, shift = first % 4 * 8;
-  const ds4q_u32* words = (const ds4q_u32*)(row + first / 4 * 4);
-  ds4q_codes codes;
-  ds4q_u32 low = words[0];
+  // Tiles of an even number of words share banks with their neighbours, word by word; pairs do not.
+  constexpr int STEP = format::BLOCK_BYTES % 2 == 0 ? 8 : 4;
+  constexpr int MOST = (format::BLOCK_BYTES + STEP - 2) / STEP + 1;
+  int first = b * format::BLOCK_BYTES, before = first % STEP, end = before + format::BLOCK_BYTES;
+  ds4q_u32 words[MOST * STEP / 4];
   DS4Q_UNROLL
-  for (int i = 0; i < (format::CODE_BYTES + 3) / 4; i++) {
-    ds4q_u32 high = words[i + 1];
-    codes.words[i] = (ds4q_u32)(((ds4q_u64)high << 32 | low) >> shift);
-    low = high;
+  for (int i = 0; i < MOST; i++) {
+    if (i * STEP >= end) break;
+    if constexpr (STEP == 8) {
+      ds4q_u64 pair = *(const ds4q_u64*)(tile + first - before + 8 * i);
+      words[2 * i] = (ds4q_u32)pair, words[2 * i + 1] = (ds4q_u32)(pair >> 32);
+    } else {
+      words[i] = *(const ds4q_u32*)(tile + first - before + 4 * i);
+    }
   }
-  if constexpr (format::BLOCK_BYTES % 2 == 0) {
-    ds4q_u32 both = *(const ds4q_u16*)(row + from + format::SCALE);
-    codes.bytes[0] = both & 255, codes.bytes[1] = both >> 8;
-  } else {
-    codes.bytes[0] = row[from + format::SCALE];
+  ds4q_codes codes;
+  DS4Q_UNROLL
+  for (int i = 0; i < format::CODE_BYTES / 4; i++) {
+    codes.words[i] = ds4q_word(words, before + format::CODES + 4 * i);
+  }
+  DS4Q_UNROLL
+  for (int i = 0; i < format::SCALES; i++) {
+    int at = before + format::SCALE + i;
+    codes.bytes[i] = (words[at / 4] >> at % 4 * 8) & 255;
   }
   return codes;
 }

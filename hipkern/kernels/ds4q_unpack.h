@@ -116,15 +116,14 @@ DS4Q_FN void ds4q_fp4(ds4q_u32 word, const ds4q_tables& t, float* value) {
   ds4q_half_pair(ds4q_bytes(b, 0, 0x1404), value + 4, value + 5);
   ds4q_half_pair(ds4q_bytes(b, 0, 0x3424), value + 6, value + 7);
 }
-// Four bf16 levels: nibble i of `codes` chooses value[STRIDE * i]'s from a book.
-template <int STRIDE>
+// Four bf16 levels: nibble i of `codes` chooses value[i]'s from a book.
 DS4Q_FN void ds4q_look_up(const ds4q_u32* low, const ds4q_u32* high, ds4q_u32 codes, float* value) {
   ds4q_u32 l = ds4q_bytes(low[0], low[1], codes), h = ds4q_bytes(high[0], high[1], codes);
   ds4q_u32 a = ds4q_bytes(l, h, 0x5140), b = ds4q_bytes(l, h, 0x7362);
   value[0] = ds4q_float(a << 16);
-  value[STRIDE] = ds4q_float(a & 0xffff0000u);
-  value[2 * STRIDE] = ds4q_float(b << 16);
-  value[3 * STRIDE] = ds4q_float(b & 0xffff0000u);
+  value[1] = ds4q_float(a & 0xffff0000u);
+  value[2] = ds4q_float(b << 16);
+  value[3] = ds4q_float(b & 0xffff0000u);
 }
 // Four signed bytes: a byte plus 128 is the mantissa of a float of 2^23.
 DS4Q_FN void ds4q_int8(ds4q_u32 word, float* value) {
@@ -303,8 +302,8 @@ struct ds4q_format<104> : ds4q_booked<3> {  // ROCmFP3, ROCmFP3Mix
     // Bits 0 and 24 of a half begin codes 0 and 8; bits 12 and 36, codes 4 and 12.
     ds4q_u32 even = ds4q_bytes(codes[h], codes[h + 1], h ? 0x6532 : 0x4310);
     ds4q_u32 odd = ds4q_bytes(codes[h], codes[h + 1], h ? 0x7643 : 0x5421) >> 4;
-    ds4q_look_up<1>(low, high, ds4q_spread3(even) >> shift, level);
-    ds4q_look_up<1>(low, high, ds4q_spread3(odd) >> shift, level + 4);
+    ds4q_look_up(low, high, ds4q_spread3(even) >> shift, level);
+    ds4q_look_up(low, high, ds4q_spread3(odd) >> shift, level + 4);
   }
 };
 template <>
@@ -313,10 +312,14 @@ struct ds4q_format<106> : ds4q_booked<2> {  // ROCmFP2Mix, ROCmFP2 dual, s40 and
                             int c, float* level) {
     int h = c / 2, shift = c % 2 * 16;
     bool upper = bytes[h] & 0x80;
-    ds4q_u32 low[2] = {upper ? t.low[1][0] : t.low[0][0], 0};
-    ds4q_u32 high[2] = {upper ? t.high[1][0] : t.high[0][0], 0};
-    ds4q_look_up<2>(low, high, (codes[h] & 0x33333333u) >> shift, level);
-    ds4q_look_up<2>(low, high, ((codes[h] >> 2) & 0x33333333u) >> shift, level + 1);
+    ds4q_u32 low = upper ? t.low[1][0] : t.low[0][0], high = upper ? t.high[1][0] : t.high[0][0];
+    DS4Q_UNROLL
+    for (int i = 0; i < 4; i++) {  // a code and 4 more give both bytes of its level
+      ds4q_u32 both = ((codes[h] >> 2 * i) & 0x03030303u) * 0x11u + 0x40404040u;
+      ds4q_u32 pair = ds4q_bytes(low, high, both >> shift);  // of codes i and i + 4
+      level[i] = ds4q_float(pair << 16);
+      level[i + 4] = ds4q_float(pair & 0xffff0000u);
+    }
   }
 };
 template <>

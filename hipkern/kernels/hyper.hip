@@ -5,11 +5,14 @@
 // and at most 8192; base pointers 16-byte aligned. S = ceil(d / 32) slices.
 //
 // hc_mix: grid (S, T), block 256, LDS 0. Slice s owns columns 32 s .. 32 s + 31 of all streams of a
-//   token: no other block reads or writes them, so they are mixed in place. With y [T][d],
-//   post [T][n] and comb [T][n][n]: x[k] = post[k] y + comb[0][k] x[0] + .. + comb[n-1][k] x[n-1],
-//   fused from the left. y null: x stays. Then partial [T][rows + 1][S]: rows of fn [rows][n d]
+//   token: no other block reads or writes them, so they are mixed in place. With y the sum of
+//   parts [T][n_parts][d], ascending, post [T][n] and comb [T][n][n]:
+//   x[k] = post[k] y + comb[0][k] x[0] + .. + comb[n-1][k] x[n-1], fused from the left. n_parts 0: x
+//   stays. Then partial [T][rows + 1][S]: rows of fn [rows][n d]
 //   times the slice's values, and last their sum of squares; lane c fuses column c of the streams
 //   in ascending order, lanes as ds4q_group_sum.
+// hc_sum: grid (ceil(d / 128), T, 1), block 128, LDS 0. As hc_mix sums them: all [T][d] = the sum of
+//   parts, most [T][d] = that of all but the last. For a step that shows them; n_parts >= 2.
 // hc_collapse: grid (2, T), block 1024, LDS 272. scale [3], base [(2 + n) n], norm [d]. Block 0:
 //   collapsed [T][d] (or null) = sum over j of pre[j] x[j], fused ascending; normed [T][d]. Block
 //   1: post [T][n], comb [T][n][n] after Sinkhorn, one matrix in one group: row and column sums are
@@ -26,11 +29,13 @@
 #endif
 #define HC_COLUMNS 32  // of a slice: one lane each
 #define HC_ROUNDS (((2 + DS4Q_STREAMS) * DS4Q_STREAMS + 8) / 8)  // 8 rows of fn and the squares
+#define HC_PARTS 6     // parts that are loaded at once
+#define HC_SUM_THREADS 128
 #define HC_QUADS 2     // of a thread that collapses: 1024 threads cover 8192 columns
 
 DS4Q_KERNEL(hc_mix, 256,
-            (float* x, const float* y, const float* post, const float* comb, const float* fn,
-             float* partial, int d, int rows)) {
+            (float* x, const float* parts, const float* post, const float* comb, const float* fn,
+             float* partial, int n_parts, int d, int rows)) {
   ds4q_u32 t = ds4q_block_y(), slices = ds4q_blocks_x();
   int column = (int)(ds4q_block_x() * HC_COLUMNS + ds4q_lane());
   bool live = column < d;
@@ -49,8 +54,19 @@ DS4Q_KERNEL(hc_mix, 256,
     }
   }
   // Every group mixes for itself, so that the products below need no shared memory; one stores.
-  if (y) {
-    float added = live ? y[(ds4q_u64)t * (ds4q_u32)d + (ds4q_u32)column] : 0.0f;
+  if (n_parts) {
+    const float* part = parts + (ds4q_u64)t * (ds4q_u32)n_parts * (ds4q_u32)d + (ds4q_u32)column;
+    float added = live ? part[0] : 0.0f;
+    for (int first = 1; first < n_parts; first += HC_PARTS) {
+      float more[HC_PARTS];
+      DS4Q_UNROLL
+      for (int i = 0; i < HC_PARTS; i++) {
+        bool there = live && first + i < n_parts;
+        more[i] = there ? part[(ds4q_u64)(first + i) * (ds4q_u32)d] : 0.0f;
+      }
+      DS4Q_UNROLL
+      for (int i = 0; i < HC_PARTS; i++) added = first + i < n_parts ? added + more[i] : added;
+    }
     float old[DS4Q_STREAMS];
     DS4Q_UNROLL
     for (int j = 0; j < DS4Q_STREAMS; j++) old[j] = v[j];
@@ -202,4 +218,15 @@ DS4Q_KERNEL(hc_head, 1024,
   DS4Q_SHARED(float, room, 32);
   hc_weigh(x, partial, scale, base, norm, collapsed, normed, mix, room, DS4Q_STREAMS, d, slices,
            hc_eps, norm_eps);
+}
+
+DS4Q_KERNEL(hc_sum, HC_SUM_THREADS, (const float* parts, float* most, float* all, int n_parts, int d)) {
+  int column = (int)(ds4q_block_x() * HC_SUM_THREADS + ds4q_thread()), token = (int)ds4q_block_y();
+  if (column >= d) return;
+  const float* part = parts + (ds4q_u64)token * n_parts * d + column;
+  float sum = part[0];
+  for (int i = 1; i < n_parts - 1; i++) sum = sum + part[(ds4q_u64)i * d];
+  ds4q_u64 place = (ds4q_u64)token * d + column;
+  most[place] = sum;
+  all[place] = sum + part[(ds4q_u64)(n_parts - 1) * d];
 }

@@ -1,12 +1,12 @@
 // Owns products of packed matrices with rows of activations. Not: experts (moe.hip).
 //
 // Built once for each decoder. jobs [n_jobs], whose blocks begin at first_block, ascending; a block
-// takes job.block_rows rows of one job (a multiple of 4), its four groups an equal share each.
+// takes job.block_rows rows of one job (a multiple of 6), its six groups an equal share each.
 // y[t * y_stride + row] = row . x[t * x_stride ...]; x and its stride are 16-byte aligned, rows of
 // weights lie anywhere. Sums as ds4q_dot.h defines, so both kernels give the same bits.
 //
-// linear: one token. Grid (sum of ceil(rows / block_rows), 1, 1), block 128, LDS 39936.
-// linear_batch: any number. The same grid, block 128, LDS 0. Weights are decoded once for each 8
+// linear: one token. Grid (sum of ceil(rows / block_rows), 1, 1), block 192, LDS 47616 or 0.
+// linear_batch: any number. The same grid, block 192, LDS 0. Weights are decoded once for each 8
 //   tokens.
 //
 // linear measured on an NVIDIA H200 (device copy 4.26 TB/s), graph replays over more than its cache
@@ -18,21 +18,7 @@
 #ifndef DS4Q_DECODER
 #define DS4Q_DECODER 21
 #endif
-
-struct linear_source {
-  const float* from;
-  const ds4q_u8* data;  // the group's first row
-  int per_window, row_bytes;
-  ds4q_tables table;
-  static constexpr int count = 1;
-
-  DS4Q_FN const float* x(int) const { return from; }
-  DS4Q_FN const ds4q_u8* at(int, int w) const {
-    return data + (ds4q_u64)(w * per_window) * row_bytes;
-  }
-  DS4Q_FN int leap() const { return 2 * per_window * row_bytes; }
-  DS4Q_FN ds4q_tables tables(int, int) const { return table; }
-};
+#define LINEAR_RESIDENT (ds4q_is_wide<DS4Q_DECODER> ? 3 : 4)  // wide rows lie in registers
 
 struct linear_place {  // what a group computes
   const ds4q_job& job;
@@ -52,36 +38,36 @@ DS4Q_FN linear_place linear_place_of(const ds4q_job* jobs, int n_jobs) {
 // The first rows of a group, as many as can be streamed; returns their number.
 template <int DECODER>
 DS4Q_FN int linear_stream(const ds4q_matrix& w, const ds4q_u8* data, int rows, const float* x,
-                          float* y, const ds4q_tables& tables, const ds4q_memory& memory) {
+                          float* y, const ds4q_tables& table, ds4q_u8* shared) {
   int lane = (int)ds4q_lane();
   if (!ds4q_streams<DECODER>(w, (ds4q_u64)w.data)) return 0;
+  auto row = [&](int r) { return data + (ds4q_u64)r * w.row_bytes; };
   if constexpr (ds4q_is_wide<DECODER>) {
-    rows = rows / 2 * 2;
-    ds4q_wide_rows<DECODER>([&](int r) { return data + (ds4q_u64)r * w.row_bytes; }, rows, w.cols, x,
-                            memory, [&](int r, float total) {
-                              float sum = ds4q_group_sum(total);
-                              if (lane == 0) y[r] = sum;
-                            });
+    ds4q_wide_rows<DECODER>(row, rows, w.cols, x, [&](int r, float total) {
+      float sum = ds4q_group_sum(total);
+      if (lane == 0) y[r] = sum;
+    });
     return rows;
   } else {
     constexpr int STREAMS = ds4q_window<DECODER>::STREAMS;
     ds4q_shape s = ds4q_shape_of(w);
     int windows = ds4q_windows(s, rows / (s.rows * STREAMS) * STREAMS);
-    linear_source source = {x, data, s.rows, s.row_bytes, tables};
+    ds4q_tables tables[2] = {table, table};
     ds4q_packed_rows<DECODER>(
-        source, s, windows, memory,
-        [&](int, int w, int number, const float* totals, const float* factors) {
+        [&](int i) { return row(i * s.rows); }, tables, s, windows, x, ds4q_memory_of(shared),
+        [&](int i, int number, const float* totals, const float* factors) {
           DS4Q_UNROLL
-          for (int i = 0; i < STREAMS; i++) {
-            float sum = ds4q_window_sum(s, totals[i]) * factors[i];
-            if (lane % s.lanes == 0) y[(w + i) * s.rows + number] = sum;
+          for (int j = 0; j < STREAMS; j++) {
+            float sum = ds4q_window_sum(s, totals[j]) * factors[j];
+            if (lane % s.lanes == 0) y[(i + j) * s.rows + number] = sum;
           }
         });
     return windows * s.rows;
   }
 }
 
-DS4Q_KERNEL(linear, DS4Q_THREADS, (const ds4q_job* jobs, int n_jobs, int tokens)) {
+DS4Q_KERNEL_OF(LINEAR_RESIDENT, linear, DS4Q_THREADS,
+               (const ds4q_job* jobs, int n_jobs, int tokens)) {
   DS4Q_SHARED(ds4q_u8, shared, DS4Q_SHARED_BYTES);
   linear_place place = linear_place_of(jobs, n_jobs);
   const ds4q_job& job = place.job;
@@ -89,7 +75,7 @@ DS4Q_KERNEL(linear, DS4Q_THREADS, (const ds4q_job* jobs, int n_jobs, int tokens)
   const ds4q_u8* data = w.data + (ds4q_u64)place.first * w.row_bytes;
   ds4q_tables tables = ds4q_format<DS4Q_DECODER>::tables(w.books);
   float* y = job.y + place.first;
-  int r = linear_stream<DS4Q_DECODER>(w, data, place.rows, job.x, y, tables, ds4q_memory_of(shared));
+  int r = linear_stream<DS4Q_DECODER>(w, data, place.rows, job.x, y, tables, shared);
   for (; r < place.rows; r++) {  // what is not streamed
     const ds4q_u8* row = data + (ds4q_u64)r * w.row_bytes;
     float total;

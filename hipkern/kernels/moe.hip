@@ -6,20 +6,15 @@
 // bits. experts [E][gate, up, down], all of one shape; shared [3] or null; ids [T][k], -1: no expert;
 // k <= 31. Activations are 16-byte aligned, rows of weights lie anywhere. Sums as ds4q_dot.h defines.
 //
-// moe_gate_up: grid (ceil(width / 32), k + 1, T), block 128, LDS 39936. A block shares the width's
+// moe_gate_up: grid (ceil(width / 24), k + 1, T), block 192, LDS 47616 or 0. A block shares the width's
 //   rows with the others of its slot. hidden [T][k + 1][width] = silu(min(g, limit)) *
 //   clamp(u, -limit, limit), zeros where there is no expert; slot k is the shared one, left alone if
 //   there is none. silu(g) = g / (1 + ds4q_exp(-g)).
-// moe_down: grid (ceil(d / 16), T, 1), block 128, LDS 44032 or 41984 (DS4Q_DOWN 0). Each lane adds up
-//   its part of a row over the slots, ascending: sum = fma(weight * factor, total, sum), the shared
-//   expert last with weight 1; out [T][d] is ds4q_group_sum of that, and routed [T][d], or null, the
-//   same without the shared one.
+// moe_down: grid (ceil(d / 48), k + 1, T), block 192, LDS 47616 or 0. parts [T][k + 1][d]: the slots' downs
+//   times their weights, the shared expert's times 1; zeros where there is no expert.
+//   hyper.hip sums them.
 //
-// Measured on an NVIDIA H200 (device copy 4.26 TB/s), top-6 of 256 experts, d 4096, width 2048,
-// graph replays over all experts: gate and up 27.3 us in HFP4G32 (46 % of the copy), 32.0 us in 104
-// (32 %), 29.8 us in 106 (25 %); down 20.7 us (31 %), 22.4 us (23 %), 20.3 us (18 %); builds of one or
-// two edits before. What they issue bounds them, not what they move. Nothing here has run on AMD
-// hardware.
+// Nothing here has run on AMD hardware.
 #include "ds4q_rows.h"
 
 #ifndef DS4Q_GATE  // decoder of the routed experts' gate and up; 0: each matrix says its own
@@ -31,8 +26,7 @@
 #ifndef DS4Q_SHARED_EXPERT  // of the shared expert's three
 #define DS4Q_SHARED_EXPERT 16
 #endif
-#define MOE_OUT_ROWS 4  // of moe_down's result that a group gives, at most
-#define MOE_SLOTS 32  // experts of a token, the shared one included
+#define MOE_RESIDENT 4
 
 DS4Q_FN float moe_swiglu(float gate, float up, float limit) {
   gate = gate > limit ? limit : gate;
@@ -78,39 +72,24 @@ DS4Q_FN moe_run moe_run_of(int rows) {  // the grid's blocks share them evenly
   return {first, own > 0 ? own : 0};
 }
 
-struct moe_gate_source {  // windows are gate and up in turn
-  const float* from;
-  const ds4q_u8 *gates, *ups;  // the group's first rows
-  int per_window, row_bytes;
-  ds4q_tables gate_table, up_table;
-  static constexpr int count = 1;
-
-  DS4Q_FN const float* x(int) const { return from; }
-  DS4Q_FN const ds4q_u8* at(int, int w) const {
-    return (w & 1 ? ups : gates) + (ds4q_u64)(w / 2 * per_window) * row_bytes;
-  }
-  DS4Q_FN int leap() const { return per_window * row_bytes; }
-  DS4Q_FN ds4q_tables tables(int, int side) const { return side ? up_table : gate_table; }
-};
-
 // A group's hidden values, `rows` <= 32 of them from row `first` on. Lane r gets the sums of row r.
 template <int DECODER>
 DS4Q_FN void moe_hidden(const ds4q_matrix& gate, const ds4q_matrix& up, int first, int rows,
-                        const float* x, float* hidden, float limit, const ds4q_memory& memory) {
+                        const float* x, float* hidden, float limit, ds4q_u8* shared) {
   const ds4q_matrix w = gate;
   ds4q_u64 skip = (ds4q_u64)first * w.row_bytes;
   const ds4q_u8 *gates = w.data + skip, *ups = up.data + skip;
-  ds4q_tables gate_table = ds4q_format<DECODER>::tables(w.books);
-  ds4q_tables up_table = ds4q_format<DECODER>::tables(up.books);
+  ds4q_tables tables[2] = {ds4q_format<DECODER>::tables(w.books),
+                           ds4q_format<DECODER>::tables(up.books)};
+  ds4q_u64 apart = (ds4q_u64)ups - (ds4q_u64)gates;  // pointers chosen between cost scratch
   float g = 0.0f, u = 0.0f;
   int r = 0, lane = (int)ds4q_lane();
   if (ds4q_streams<DECODER>(w, (ds4q_u64)w.data | (ds4q_u64)up.data)) {
     if constexpr (ds4q_is_wide<DECODER>) {
       r = rows;
-      ds4q_u64 apart = (ds4q_u64)ups - (ds4q_u64)gates;  // pointers chosen between cost scratch
       ds4q_wide_rows<DECODER>(
           [&](int i) { return gates + (i & 1) * apart + (ds4q_u64)(i / 2) * w.row_bytes; },
-          2 * rows, w.cols, x, memory, [&](int i, float total) {
+          2 * rows, w.cols, x, [&](int i, float total) {
             float sum = ds4q_group_sum(total);
             g = lane == i / 2 && i % 2 == 0 ? sum : g;
             u = lane == i / 2 && i % 2 == 1 ? sum : u;
@@ -120,17 +99,19 @@ DS4Q_FN void moe_hidden(const ds4q_matrix& gate, const ds4q_matrix& up, int firs
       ds4q_shape s = ds4q_shape_of(w);
       int windows = ds4q_windows(s, rows / s.rows * 2);
       r = windows / 2 * s.rows;
-      moe_gate_source source = {x, gates, ups, s.rows, s.row_bytes, gate_table, up_table};
       ds4q_packed_rows<DECODER>(
-          source, s, windows, memory,
-          [&](int, int w, int number, const float* totals, const float* factors) {
+          [&](int i) {
+            return gates + (i & 1) * apart + (ds4q_u64)(i / 2 * s.rows) * w.row_bytes;
+          },
+          tables, s, windows, x, ds4q_memory_of(shared),
+          [&](int i, int, const float* totals, const float* factors) {
             DS4Q_UNROLL
-            for (int i = 0; i < STREAMS; i++) {
-              float sum = ds4q_window_sum(s, totals[i]) * factors[i];
-              float moved = ds4q_gather(s, sum, w / 2 * s.rows);
-              bool here = lane / s.rows == w / 2;
-              g = here && (w + i) % 2 == 0 ? moved : g;
-              u = here && (w + i) % 2 == 1 ? moved : u;
+            for (int j = 0; j < STREAMS; j++) {
+              float sum = ds4q_window_sum(s, totals[j]) * factors[j];
+              float moved = ds4q_gather(s, sum, i / 2 * s.rows);
+              bool here = lane / s.rows == i / 2;
+              g = here && (i + j) % 2 == 0 ? moved : g;
+              u = here && (i + j) % 2 == 1 ? moved : u;
             }
           });
     }
@@ -138,22 +119,21 @@ DS4Q_FN void moe_hidden(const ds4q_matrix& gate, const ds4q_matrix& up, int firs
   for (; r < rows; r++) {  // what is not streamed
     float total;
     const ds4q_u8* row = gates + (ds4q_u64)r * w.row_bytes;
-    ds4q_any_row<DECODER, 1>(row, w.cols, gate_table, x, 0, 1, &total);
+    ds4q_any_row<DECODER, 1>(row, w.cols, tables[0], x, 0, 1, &total);
     float sum = ds4q_group_sum(total) * ds4q_factor<DECODER>(row);
     g = lane == r ? sum : g;
     row = ups + (ds4q_u64)r * w.row_bytes;
-    ds4q_any_row<DECODER, 1>(row, w.cols, up_table, x, 0, 1, &total);
+    ds4q_any_row<DECODER, 1>(row, w.cols, tables[1], x, 0, 1, &total);
     sum = ds4q_group_sum(total) * ds4q_factor<DECODER>(row);
     u = lane == r ? sum : u;
   }
   if (lane < rows) hidden[lane] = moe_swiglu(g, u, limit);
 }
 
-DS4Q_KERNEL(moe_gate_up, DS4Q_THREADS,
-            (const ds4q_matrix* experts, const ds4q_matrix* shared, const int* ids, const float* x,
-             float* hidden, float limit, int k, int tokens)) {
+DS4Q_KERNEL_OF(MOE_RESIDENT, moe_gate_up, DS4Q_THREADS,
+               (const ds4q_matrix* experts, const ds4q_matrix* shared, const int* ids,
+                const float* x, float* hidden, float limit, int k, int tokens)) {
   DS4Q_SHARED(ds4q_u8, lds, DS4Q_SHARED_BYTES);
-  ds4q_memory memory = ds4q_memory_of(lds);
   int slot = (int)ds4q_block_y(), token = (int)ds4q_block_z();
   int width = experts->rows, id = slot < k ? ids[token * k + slot] : 0;
   if (slot == k && !shared) return;
@@ -168,7 +148,7 @@ DS4Q_KERNEL(moe_gate_up, DS4Q_THREADS,
   }
   const ds4q_matrix* trio = slot < k ? experts + 3 * (ds4q_u64)id : shared;
   auto hers = [&](auto decoder) {
-    moe_hidden<decltype(decoder)::value>(trio[0], trio[1], first, rows, from, to, limit, memory);
+    moe_hidden<decltype(decoder)::value>(trio[0], trio[1], first, rows, from, to, limit, lds);
   };
   if (DS4Q_GATE == DS4Q_SHARED_EXPERT || slot < k) {
     moe_with_decoder<DS4Q_GATE>(trio->decoder, hers);
@@ -177,170 +157,70 @@ DS4Q_KERNEL(moe_gate_up, DS4Q_THREADS,
   }
 }
 
-struct moe_entry {  // an expert of a token
-  const ds4q_u8* data;
-  const ds4q_matrix* down;
-  float weight;
-  int slot;
-  ds4q_tables tables;
-};
-DS4Q_FN moe_entry moe_entry_of(const ds4q_matrix* down, float weight, int slot) {
-  moe_entry entry = {down->data, down, weight, slot, ds4q_fixed_tables(0, 0)};
-  if (down->books) {
-    entry.tables = ds4q_load_tables(down->books);
-  } else if (down->decoder == 21) {
-    entry.tables = ds4q_format<21>::tables(nullptr);
-  } else if (down->decoder == 100 || down->decoder == 101) {
-    entry.tables = ds4q_format<100>::tables(nullptr);
-  }
-  return entry;
-}
-struct moe_many {  // those of one decoder, in shared memory
-  const moe_entry* entries;
-  int count;
-  DS4Q_FN const moe_entry& operator[](int m) const { return entries[m]; }
-};
-struct moe_one {
-  moe_entry entry;
-  static constexpr int count = 1;
-  DS4Q_FN const moe_entry& operator[](int) const { return entry; }
-};
-
-template <class ENTRIES>
-struct moe_down_source {  // the downs of experts
-  const ENTRIES& entries;
-  const float* hidden;
-  int count, cols, first, per_window, row_bytes;
-
-  DS4Q_FN const float* x(int m) const { return hidden + (ds4q_u64)entries[m].slot * cols; }
-  DS4Q_FN const ds4q_u8* at(int m, int w) const {
-    return entries[m].data + (ds4q_u64)(first + w * per_window) * row_bytes;
-  }
-  DS4Q_FN int leap() const { return 2 * per_window * row_bytes; }
-  DS4Q_FN ds4q_tables tables(int m, int) const { return entries[m].tables; }
-};
-
-// What the lanes have of the downs of experts goes, in order and weighted, to their sums
-// [row][lane] of a group's rows.
-struct moe_sums {
-  float* sums;
-  DS4Q_FN void add(const moe_entry& entry, int r, float total, float factor) const {
-    float* sum = sums + r * DS4Q_LANES + ds4q_lane();
-    *sum = ds4q_fma(entry.weight * factor, total, *sum);
-  }
-};
-
-// The first rows of a group, as many as can be streamed; returns their number.
-template <int DECODER, class ENTRIES>
-DS4Q_FN int moe_stream_downs(const ENTRIES& entries, const ds4q_matrix& w, moe_run run,
-                             const float* hidden, moe_sums sums, const ds4q_memory& memory) {
-  ds4q_u64 places = 0;
-  for (int m = 0; m < entries.count; m++) places |= (ds4q_u64)entries[m].data;
-  if (!ds4q_streams<DECODER>(w, places)) return 0;
-  if constexpr (ds4q_is_wide<DECODER>) {
-    int rows = run.rows / 2 * 2;
-    for (int m = 0; m < entries.count; m++) {
-      ds4q_barrier();  // all have read what x is copied over
-      const ds4q_u8* data = entries[m].data + (ds4q_u64)run.first * w.row_bytes;
-      ds4q_wide_rows<DECODER>([&](int r) { return data + (ds4q_u64)r * w.row_bytes; }, rows, w.cols,
-                              hidden + (ds4q_u64)entries[m].slot * w.cols, memory,
-                              [&](int r, float total) { sums.add(entries[m], r, total, 1.0f); });
-    }
-    return rows;
-  } else {
-    constexpr int STREAMS = ds4q_window<DECODER>::STREAMS;
-    ds4q_shape s = ds4q_shape_of(w);
-    int windows = ds4q_windows(s, run.rows / (s.rows * STREAMS) * STREAMS);
-    moe_down_source<ENTRIES> source = {entries, hidden,    entries.count, w.cols,
-                                       run.first, s.rows, s.row_bytes};
-    ds4q_barrier();
-    ds4q_packed_rows<DECODER>(
-        source, s, windows, memory,
-        [&](int m, int w, int number, const float* totals, const float* factors) {
-          DS4Q_UNROLL
-          for (int i = 0; i < STREAMS; i++) {
-            sums.add(entries[m], (w + i) * s.rows + number, totals[i], factors[i]);
-          }
-        });
-    return windows * s.rows;
-  }
-}
-
-// The downs of `entries`, which share a decoder. All decoders in one kernel leave no registers to
-// stream with.
-template <int DECODER, bool STREAM, class ENTRIES>
-DS4Q_FN void moe_add_downs(const ENTRIES& entries, moe_run run, const float* hidden, moe_sums sums,
-                           const ds4q_memory& memory) {
-  const ds4q_matrix w = *entries[0].down;
-  int r = 0;
-  if constexpr (STREAM) r = moe_stream_downs<DECODER>(entries, w, run, hidden, {sums}, memory);
-  for (; r < run.rows; r++) {  // what is not streamed
-    for (int m = 0; m < entries.count; m++) {
-      const ds4q_u8* row = entries[m].data + (ds4q_u64)(run.first + r) * w.row_bytes;
-      float total;
-      ds4q_any_row<DECODER, 1>(row, w.cols, entries[m].tables,
-                               hidden + (ds4q_u64)entries[m].slot * w.cols, 0, 1, &total);
-      sums.add(entries[m], r, total, ds4q_factor<DECODER>(row));
-    }
-  }
-}
-
-// The experts of a token that are there, in order; returns their number.
-DS4Q_FN int moe_entries(const ds4q_matrix* experts, const int* ids, const float* weights, int k,
-                        moe_entry* entries) {
-  int slot = (int)ds4q_thread(), before = 0, count = 0;
-  for (int j = 0; j < k; j++) {
-    if (ids[j] < 0) continue;
-    before += j < slot;
-    count++;
-  }
-  if (slot < k && ids[slot] >= 0) {
-    entries[before] = moe_entry_of(experts + 3 * (ds4q_u64)ids[slot] + 2, weights[slot], slot);
-  }
-  return count;
-}
-
-DS4Q_KERNEL(moe_down, DS4Q_THREADS,
-            (const ds4q_matrix* experts, const ds4q_matrix* shared, const int* ids,
-             const float* weights, const float* hidden, float* routed, float* out, int k,
-             int tokens)) {
-  DS4Q_SHARED(ds4q_u8, lds, DS4Q_SHARED_BYTES);
-  DS4Q_SHARED(moe_entry, entries, MOE_SLOTS);
-  DS4Q_SHARED(float, all_sums, DS4Q_GROUPS * MOE_OUT_ROWS * DS4Q_LANES);
-  ds4q_memory memory = ds4q_memory_of(lds);
-  int token = (int)ds4q_block_y(), rows = experts[2].rows, lane = (int)ds4q_lane();
-  moe_run run = moe_run_of(rows);
-  float* sums = all_sums + ds4q_thread() / DS4Q_LANES * MOE_OUT_ROWS * DS4Q_LANES;
-  for (int r = 0; r < run.rows; r++) sums[r * DS4Q_LANES + lane] = 0.0f;
-  ids += token * k, weights += token * k;
-  hidden += (ds4q_u64)token * (k + 1) * experts[2].cols;
-  if constexpr (DS4Q_DOWN != 0) {
-    int count = moe_entries(experts, ids, weights, k, entries);
-    ds4q_barrier();
-    moe_many many = {entries, count};
-    if (count) moe_add_downs<DS4Q_DOWN, true>(many, run, hidden, {sums}, memory);
-  } else {
-    for (int slot = 0; slot < k; slot++) {
-      if (ids[slot] < 0) continue;
-      moe_one one = {moe_entry_of(experts + 3 * (ds4q_u64)ids[slot] + 2, weights[slot], slot)};
-      moe_with_decoder<0>(one.entry.down->decoder, [&](auto decoder) {
-        moe_add_downs<decltype(decoder)::value, false>(one, run, hidden, {sums}, memory);
+// Sums of `rows` downs from row `first` on, weighted, to out.
+template <int DECODER>
+DS4Q_FN void moe_downs(const ds4q_matrix& down, int first, int rows, const float* x, float weight,
+                       float* out, ds4q_u8* shared) {
+  const ds4q_matrix w = down;
+  const ds4q_u8* data = w.data + (ds4q_u64)first * w.row_bytes;
+  auto row = [&](int r) { return data + (ds4q_u64)r * w.row_bytes; };
+  ds4q_tables table = ds4q_format<DECODER>::tables(w.books);
+  int r = 0, lane = (int)ds4q_lane();
+  if (ds4q_streams<DECODER>(w, (ds4q_u64)w.data)) {
+    if constexpr (ds4q_is_wide<DECODER>) {
+      r = rows;
+      ds4q_wide_rows<DECODER>(row, rows, w.cols, x, [&](int i, float total) {
+        float sum = ds4q_group_sum(total);
+        if (lane == 0) out[i] = weight * sum;
       });
+    } else {
+      constexpr int STREAMS = ds4q_window<DECODER>::STREAMS;
+      ds4q_shape s = ds4q_shape_of(w);
+      int windows = ds4q_windows(s, rows / (s.rows * STREAMS) * STREAMS);
+      r = windows * s.rows;
+      ds4q_tables tables[2] = {table, table};
+      ds4q_packed_rows<DECODER>(
+          [&](int i) { return row(i * s.rows); }, tables, s, windows, x, ds4q_memory_of(shared),
+          [&](int i, int number, const float* totals, const float* factors) {
+            DS4Q_UNROLL
+            for (int j = 0; j < STREAMS; j++) {
+              float sum = ds4q_window_sum(s, totals[j]) * factors[j];
+              if (lane % s.lanes == 0) out[(i + j) * s.rows + number] = weight * sum;
+            }
+          });
     }
   }
-  auto write = [&](float* to) {
-    for (int r = 0; r < run.rows; r++) {
-      float sum = ds4q_group_sum(sums[r * DS4Q_LANES + lane]);
-      if (lane == 0) to[(ds4q_u64)token * rows + run.first + r] = sum;
-    }
+  for (; r < rows; r++) {  // what is not streamed
+    float total;
+    ds4q_any_row<DECODER, 1>(row(r), w.cols, table, x, 0, 1, &total);
+    float sum = ds4q_group_sum(total) * ds4q_factor<DECODER>(row(r));
+    if (lane == 0) out[r] = weight * sum;
+  }
+}
+
+DS4Q_KERNEL_OF(MOE_RESIDENT, moe_down, DS4Q_THREADS,
+               (const ds4q_matrix* experts, const ds4q_matrix* shared, const int* ids,
+                const float* weights, const float* hidden, float* parts, int k, int tokens)) {
+  DS4Q_SHARED(ds4q_u8, lds, DS4Q_SHARED_BYTES);
+  int slot = (int)ds4q_block_y(), token = (int)ds4q_block_z();
+  int rows = experts[2].rows, cols = experts[2].cols;
+  int id = slot < k ? ids[token * k + slot] : shared ? 0 : -1;
+  moe_run run = moe_run_of(rows);
+  ds4q_u64 place = (ds4q_u64)token * (k + 1) + slot;
+  float* out = parts + place * rows + run.first;
+  if (id < 0) {
+    for (int r = (int)ds4q_lane(); r < run.rows; r += DS4Q_LANES) out[r] = 0.0f;
+    return;
+  }
+  const ds4q_matrix& down = slot < k ? experts[3 * (ds4q_u64)id + 2] : shared[2];
+  float weight = slot < k ? weights[token * k + slot] : 1.0f;
+  auto hers = [&](auto decoder) {
+    moe_downs<decltype(decoder)::value>(down, run.first, run.rows, hidden + place * cols, weight,
+                                        out, lds);
   };
-  if (routed) write(routed);
-  if (shared) {
-    moe_one one = {moe_entry_of(shared + 2, 1.0f, k)};
-    moe_with_decoder<DS4Q_SHARED_EXPERT>(shared[2].decoder, [&](auto decoder) {
-      constexpr bool STREAM = DS4Q_SHARED_EXPERT != 0;
-      moe_add_downs<decltype(decoder)::value, STREAM>(one, run, hidden, {sums}, memory);
-    });
+  if (DS4Q_DOWN == DS4Q_SHARED_EXPERT || slot < k) {
+    moe_with_decoder<DS4Q_DOWN>(down.decoder, hers);
+  } else {
+    moe_with_decoder<DS4Q_SHARED_EXPERT>(down.decoder, hers);
   }
-  write(out);
 }

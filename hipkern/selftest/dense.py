@@ -10,6 +10,7 @@ import struct
 
 import numpy as np
 
+from ds4q.hipkern.matrix import sum_grid
 from ds4q.hipkern.selftest.rig import Case, Rig
 
 EPS = 1e-6
@@ -49,12 +50,21 @@ def _hc_mix(rig: Rig) -> None:
     slices = -(-d // 32)
     draw = rig.inputs.values
     streams, fn = draw(tokens, STREAMS, d, scale=4.0), draw(rows, STREAMS * d)
-    y, post = draw(tokens, d, scale=4.0), draw(tokens, STREAMS, scale=2.0)
+    parts = 9
+    y, post = draw(tokens, parts, d, scale=4.0), draw(tokens, STREAMS, scale=2.0)
     comb = draw(tokens, STREAMS, STREAMS)
     for mixed, some in ((True, rows), (False, STREAMS)):
         added = (rig.put(y), rig.put(post), rig.put(comb)) if mixed else (0, 0, 0)
         partial = rig.output(4 * tokens * slices * (some + 1))
-        rig.launch((slices, tokens, 1), rig.inout(streams), *added, rig.put(fn), partial, d, some)
+        arguments = rig.inout(streams), *added, rig.put(fn), partial, parts if mixed else 0, d, some
+        rig.launch((slices, tokens, 1), *arguments)
+
+
+def _hc_sum(rig: Rig) -> None:
+    tokens, parts, d = 3, 4, 141
+    given = rig.put(rig.inputs.values(tokens, parts, d))
+    made = rig.output(4 * tokens * d), rig.output(4 * tokens * d)
+    rig.launch(sum_grid(d, tokens), given, *made, parts, d)
 
 
 def _collapse_inputs(rig: Rig, rows: int, scales: int) -> tuple[int, int, tuple[int, ...]]:
@@ -251,6 +261,7 @@ def dense_cases() -> list[Case]:
     streams = {"DS4Q_STREAMS": STREAMS}
     return [
         Case("hyper.hip", "hc_mix", _hc_mix, defines=streams),
+        Case("hyper.hip", "hc_sum", _hc_sum, defines=streams),
         Case("hyper.hip", "hc_collapse", _hc_collapse, defines=streams),
         Case("hyper.hip", "hc_head", _hc_head, defines=streams),
         Case("compress.hip", "latents", _latents),

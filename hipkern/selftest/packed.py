@@ -35,7 +35,7 @@ from ds4q.hipkern.selftest.inputs import U8, Inputs
 from ds4q.hipkern.selftest.rig import Case, Rig
 
 ANY = 0  # a build that looks each matrix's decoder up
-STREAMED = (16, 1024), (8, 2048), (8, 6144)  # shapes that blocks stream
+STREAMED = (48, 1024), (24, 2048), (12, 8192)  # shapes that blocks stream
 LONG = 133  # blocks of a row: a group of lanes comes round, and ends within a lane's tile
 
 
@@ -162,7 +162,7 @@ def _linear(form: Format, tokens: int) -> Case:
             y = rig.output(4 * tokens * (rows + 3))
             described = _matrix(rig, form, rows, cols)
             jobs += matrix.pack_job(described, x, y, cols + 32, rows + 3, blocks)
-            blocks += matrix.linear_blocks(rows, cols)
+            blocks += matrix.linear_blocks(form.decoder, rows, cols)
         count = len(jobs) // matrix.JOB_BYTES
         rig.launch((blocks, 1, 1), rig.put(jobs), count, tokens)
 
@@ -209,10 +209,9 @@ def _moe(label: str, decoder: int, forms: Sequence[Format]) -> list[Case]:
             routed, shared = _experts(rig, forms, rows, cols)
             weights = rig.put(rig.inputs.values(tokens, CHOSEN))
             hidden = rig.put(rig.inputs.values(tokens, CHOSEN + 1, cols, scale=4.0))
-            for hers, parts in ((shared, True), (0, False)):
-                sums = rig.output(4 * tokens * rows) if parts else 0
-                made = rig.output(4 * tokens * rows)
-                arguments = routed, hers, rig.put(ids), weights, hidden, sums, made, CHOSEN, tokens
+            for hers in (shared, 0):
+                made = rig.output(4 * tokens * (CHOSEN + 1) * rows)
+                arguments = routed, hers, rig.put(ids), weights, hidden, made, CHOSEN, tokens
                 rig.launch(matrix.down_grid(rows, CHOSEN, tokens), *arguments)
 
     return [

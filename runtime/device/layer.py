@@ -15,6 +15,7 @@ from ds4q.hipkern import matrix as packing
 from ds4q.runtime.backend.hip import Launch, Shown
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.block import StepBlock
+from ds4q.runtime.device.layout import Place
 from ds4q.runtime.device.linear import Job, linear, linear_groups
 from ds4q.runtime.device.model import HyperWeights, LayerWeights
 from ds4q.runtime.device.scratch import KEYS, Scratch, chunks_of
@@ -84,7 +85,12 @@ class LayerProgram:
         """
         c, w, s = self._config, self._weights, self._scratch
         turns = block.turns(w.ratio)
-        yield from self._collapse(w.around_attention, tokens, before, "attn", traced)
+        shows: tuple[Shown, ...] = ()
+        if traced and before is not None:
+            shows = (Shown(f"l{before}.streams", s.streams, (tokens, c.hc_mult, c.hidden_size)),)
+        parts = 0 if before is None else c.num_experts_per_tok + 1
+        yield self._mix(w.around_attention, tokens, s.downs, parts, shows)
+        yield self._collapse(w.around_attention, tokens, "attn", traced)
         yield from linear(self._first, tokens)
         yield self._latents(block, tokens)
         yield from linear(self._second, tokens)
@@ -145,46 +151,53 @@ class LayerProgram:
         yield from linear(self._out_low, tokens)
         out = Shown(f"l{self._number}.attn_out", s.y, (tokens, c.hidden_size))
         yield from linear(self._out, tokens, (out,) if traced else ())
-        yield from self._collapse(w.around_experts, tokens, -1, "ffn", traced)
+        yield self._mix(w.around_experts, tokens, s.y, 1)
+        yield self._collapse(w.around_experts, tokens, "ffn", traced)
         yield from self._feed_forward(block, tokens, traced)
 
-    def _collapse(
-        self, w: HyperWeights, tokens: int, before: int | None, part: str, traced: bool
-    ) -> Iterator[Launch]:
-        """Mix the last output into the streams, then collapse them to a sub-block's input.
+    def _mix(
+        self,
+        w: HyperWeights,
+        tokens: int,
+        added: Place,
+        parts: int,
+        shows: tuple[Shown, ...] = (),
+    ) -> Launch:
+        """Mix a sub-block's output, the sum of ``parts`` [tokens, parts, d], into the streams.
 
-        ``before``: None at the very first; the layer that the streams then are the output of, or
-        -1 in the middle of one.
+        Without parts the streams stay. Either way the sums for the next collapse are taken.
         """
         c, s = self._config, self._scratch
         n, d, rows = c.hc_mult, c.hidden_size, (2 + c.hc_mult) * c.hc_mult
-        mixed = before is not None
-        mixed_shows: tuple[Shown, ...] = ()
-        if traced and before is not None and before >= 0:
-            mixed_shows = (Shown(f"l{before}.streams", s.streams, (tokens, n, d)),)
-        yield Launch(
+        return Launch(
             "hyper.hip",
             "hc_mix",
             (s.slices, tokens, 1),
             (
                 s.streams.address,
-                s.y.address if mixed else 0,
-                s.post.address if mixed else 0,
-                s.comb.address if mixed else 0,
+                added.address,
+                s.post.address,
+                s.comb.address,
                 w.fn.address,
                 s.mix.address,
+                parts,
                 d,
                 rows,
             ),
             {"DS4Q_STREAMS": n},
-            mixed_shows,
+            shows,
         )
+
+    def _collapse(self, w: HyperWeights, tokens: int, part: str, traced: bool) -> Launch:
+        """Collapse the streams to a sub-block's input."""
+        c, s = self._config, self._scratch
+        n, d = c.hc_mult, c.hidden_size
         name = f"l{self._number}.{part}"
         shows = [Shown(f"{name}_in", s.collapsed, (tokens, d))]
         if part == "attn":
             shows.append(Shown(f"{name}_post", s.post, (tokens, n)))
             shows.append(Shown(f"{name}_comb", s.comb, (tokens, n, n)))
-        yield Launch(
+        return Launch(
             "hyper.hip",
             "hc_collapse",
             (2, tokens, 1),
@@ -345,19 +358,24 @@ class LayerProgram:
                 s.experts.address,
                 s.weights.address,
                 s.hidden.address,
-                s.routed.address if traced else 0,
-                s.y.address,
+                s.downs.address,
                 k,
                 tokens,
             ),
             self._moe,
-            (
-                Shown(f"{name}.routed_out", s.routed, (tokens, d)),
-                Shown(f"{name}.ffn_out", s.y, (tokens, d)),
-            )
-            if traced
-            else (),
         )
+        if traced:
+            yield Launch(
+                "hyper.hip",
+                "hc_sum",
+                packing.sum_grid(d, tokens),
+                (s.downs.address, s.routed.address, s.y.address, k + 1, d),
+                {"DS4Q_STREAMS": c.hc_mult},
+                (
+                    Shown(f"{name}.routed_out", s.routed, (tokens, d)),
+                    Shown(f"{name}.ffn_out", s.y, (tokens, d)),
+                ),
+            )
 
 
 def _packed(matrices: Sequence[Matrix]) -> bytes:

@@ -47,7 +47,7 @@ def linear_groups(source: DeviceSource, jobs: Sequence[Job]) -> list[Group]:
     groups = []
     for decoder, own in by_decoder.items():
         table = source.table(packing.JOB_BYTES * len(own), partial(_packed_jobs, own))
-        blocks = sum(packing.linear_blocks(job.matrix.rows, job.matrix.cols) for job in own)
+        blocks = sum(job.matrix.blocks for job in own)
         groups.append(Group(decoder, table, len(own), blocks))
     return groups
 
@@ -78,5 +78,5 @@ def _packed_jobs(jobs: Sequence[Job]) -> bytes:
                 first_block,
             )
         )
-        first_block += packing.linear_blocks(job.matrix.rows, job.matrix.cols)
+        first_block += job.matrix.blocks
     return b"".join(packed)

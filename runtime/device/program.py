@@ -78,7 +78,7 @@ class Program:
     def head(self, first: int, tokens: int, *, traced: bool = False) -> Iterator[Launch]:
         """Logits of ``tokens`` tokens of the step from its ``first`` on; at most HEAD_TOKENS."""
         c, s, w = self._config, self._scratch, self._weights.around_head
-        n, d = c.hc_mult, c.hidden_size
+        n, d, parts = c.hc_mult, c.hidden_size, c.num_experts_per_tok + 1
         streams = s.streams.address + 4 * first * n * d
         last = len(self._layers) - 1
         yield Launch(
@@ -87,11 +87,12 @@ class Program:
             (s.slices, tokens, 1),
             (
                 streams,
-                s.y.address + 4 * first * d,
+                s.downs.address + 4 * first * parts * d,
                 s.post.address + 4 * first * n,
                 s.comb.address + 4 * first * n * n,
                 w.fn.address,
                 s.mix.address,
+                parts,
                 d,
                 n,
             ),

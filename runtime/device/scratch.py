@@ -44,6 +44,7 @@ class Scratch:
         self.experts = floats(batch, k)
         self.weights = floats(batch, k)
         self.hidden = floats(batch, k + 1, c.moe_intermediate_size)
+        self.downs = floats(batch, k + 1, d)
         self.routed = floats(batch, d)
         self.logits = floats(HEAD_TOKENS, c.vocab_size)
         self.parts = layout.reserve(8 * ARGMAX_PARTS)

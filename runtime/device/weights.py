@@ -47,6 +47,11 @@ class Matrix:
     books: Place | None
     place: Place
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of ``linear`` that its product takes."""
+        return packing.linear_blocks(self.decoder, self.rows, self.cols)
+
     def packed(self) -> bytes:
         """``ds4q_matrix``; there must be memory behind the place."""
         books = 0 if self.books is None else self.books.address

@@ -22,16 +22,16 @@ def rig() -> Iterator[Rig]:
 
 @dataclass
 class Case:
-    """Streams x [T, n, d] and what mixes them; fn [rows, n d]."""
+    """Streams x [T, n, d] and what mixes them: parts [T, .., d] of y; fn [rows, n d]."""
 
     x: F32
-    y: F32
+    parts: F32
     post: F32
     comb: F32
     fn: F32
 
     @staticmethod
-    def of(tokens: int, n: int, d: int, rows: int, seed: int = 1) -> Case:
+    def of(tokens: int, n: int, d: int, rows: int, seed: int = 1, parts: int = 1) -> Case:
         rng = np.random.default_rng(seed)
 
         def normal(*shape: int) -> F32:
@@ -39,8 +39,18 @@ class Case:
 
         fn = normal(rows, n * d) / np.float32(np.sqrt(n * d))
         return Case(
-            normal(tokens, n, d), normal(tokens, d), normal(tokens, n), normal(tokens, n, n), fn
+            normal(tokens, n, d),
+            normal(tokens, parts, d),
+            normal(tokens, n),
+            normal(tokens, n, n),
+            fn,
         )
+
+    @property
+    def y(self) -> F32:
+        """What the parts add up to, ascending."""
+        total: F32 = np.add.accumulate(self.parts, axis=1)[:, -1]
+        return total
 
     @property
     def slices(self) -> int:
@@ -53,8 +63,9 @@ def _mix(rig: Rig, case: Case, mixes: bool) -> tuple[F32, F32]:
     x, partial = rig.put(case.x), rig.room(tokens, rows + 1, case.slices)
     rig.run(
         "hyper.hip", "hc_mix", (case.slices, tokens, 1),
-        x, rig.put(case.y) if mixes else 0, rig.put(case.post) if mixes else 0,
-        rig.put(case.comb) if mixes else 0, rig.put(case.fn), partial, d, rows,
+        x, rig.put(case.parts) if mixes else 0, rig.put(case.post) if mixes else 0,
+        rig.put(case.comb) if mixes else 0, rig.put(case.fn), partial,
+        case.parts.shape[1] if mixes else 0, d, rows,
         DS4Q_STREAMS=n,
     )  # fmt: skip
     return rig.get(x, tokens, n, d), rig.get(partial, tokens, rows + 1, case.slices)
@@ -108,7 +119,7 @@ def _products(case: Case, x: F32) -> tuple[F64, F64]:
 
 @pytest.mark.parametrize(("n", "d"), [(4, 256), (4, 4096), (4, 100), (2, 64), (5, 32)])
 def test_mixing_and_its_products(rig: Rig, n: int, d: int) -> None:
-    case = Case.of(2 if d < 4096 else 1, n, d, (2 + n) * n)
+    case = Case.of(2 if d < 4096 else 1, n, d, (2 + n) * n, parts=n + 4)
     x, partial = _mix(rig, case, mixes=True)
     wide = [a.astype(np.float64) for a in (case.x, case.y, case.post, case.comb)]
     # A chain of n + 1 rounded terms: (n + 1)u of the sum of magnitudes.
@@ -244,13 +255,13 @@ def test_a_token_does_not_depend_on_its_batch(rig: Rig) -> None:
     case = Case.of(9, 4, 256, 24)
     scale, base, norm = _weights(4, 256)
     x, partial = _mix(rig, case, mixes=True)
-    after = Case(x, case.y, case.post, case.comb, case.fn)
+    after = Case(x, case.parts, case.post, case.comb, case.fn)
     together = (x, partial, *_collapse(rig, after, partial, scale, base, norm))
     for t in range(9):
         s = slice(t, t + 1)
-        one = Case(case.x[s], case.y[s], case.post[s], case.comb[s], case.fn)
+        one = Case(case.x[s], case.parts[s], case.post[s], case.comb[s], case.fn)
         x, partial = _mix(rig, one, mixes=True)
-        after = Case(x, one.y, one.post, one.comb, one.fn)
+        after = Case(x, one.parts, one.post, one.comb, one.fn)
         alone = (x, partial, *_collapse(rig, after, partial, scale, base, norm))
         for whole, part in zip(together, alone, strict=True):
             check_same(part, whole[s])

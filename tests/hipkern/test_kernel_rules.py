@@ -37,7 +37,7 @@ FAST = re.compile(
 )
 INCLUDES = re.compile(r"#\s*include\s+(\S+)")
 KNOWN_TO_TARGETS = re.compile(
-    r"__builtin_(fmaf|sqrtf|bit_cast|memcpy)|__fmaf_rn|__fsqrt_rn|"
+    r"__builtin_(fmaf|sqrtf|bit_cast|memcpy|nontemporal_load)|__fmaf_rn|__fsqrt_rn|"
     r"__builtin_amdgcn_(perm|dispatch_ptr|ds_bpermute|fence|mbcnt_hi|mbcnt_lo|s_barrier|"
     r"wave_barrier|workgroup_id_[xyz]|workitem_id_x)|__ATOMIC_(RELAXED|ACQUIRE|RELEASE)|"
     r"__hip_atomic_fetch_add|__HIP_MEMORY_SCOPE_WORKGROUP|__shfl_sync|__syncthreads|__syncwarp|"
@@ -52,7 +52,8 @@ KNOWN_ASSEMBLY = frozenset(
         "cp.async.cg.shared.global",
         "cp.async.commit_group",
         "cp.async.wait_group",
-        "mov.b32",
+        "ld.global.nc.L1",
+        "ld.global.nc.v4.f32",
         "prmt.b32",
     }
 )

@@ -26,9 +26,9 @@ from tests.hipkern.packed import (
 __all__ = ["rig"]  # a fixture
 
 # Columns: one block, tails of one and three blocks, all lanes and one more block. Then shapes that
-# are streamed: 4, 2 and 1 rows of a window, one part, a pass, two; also with rows left over.
+# are streamed: 8, 4, 2 and 1 rows of a window, one part, two; also with rows left over.
 SHAPES = ((5, 32), (33, 96), (9, 160), (3, 2048 + 32), (2, 4096 + 96))
-STREAMED = ((32, 512), (16, 1024), (8, 2048), (19, 4096), (8, 6144))
+STREAMED = ((100, 512), (53, 1024), (27, 2048), (19, 4096), (13, 8192))
 
 
 def _multiply(
@@ -41,7 +41,7 @@ def _multiply(
         struct = rig.matrix(form, data, rows, cols, firsts[i] if firsts else 0)
         outs.append(rig.room((tokens, rows)))
         packed.append(matrix.pack_job(struct, at, outs[-1], x_stride, rows, blocks))
-        blocks += matrix.linear_blocks(rows, cols)
+        blocks += matrix.linear_blocks(form.decoder, rows, cols)
     kernel = matrix.linear_kernel(tokens)
     rig.run(
         "linear.hip", kernel, (blocks, 1, 1), rig.table(packed), len(packed), tokens,
@@ -92,11 +92,11 @@ def _same_bits(
 
 
 @pytest.mark.parametrize("name", ["HFP4G32", "Q8F16", "ROCmFP3Mix-1", "ROCmFP2Mix-1"])
-@pytest.mark.parametrize("asked", [512, 2048, 6144])
+@pytest.mark.parametrize("asked", [512, 2048, 8192])
 def test_bits_do_not_depend_on_where_a_matrix_lies(rig: Rig, name: str, asked: int) -> None:
     """Aligned rows are copied 16 bytes at a time; a matrix cut out of another begins anywhere."""
     form, rng = FORMS[name], np.random.default_rng(6)
-    rows, cols = 32 if asked == 512 else 8, columns(form, asked)
+    rows, cols = 96 if asked == 512 else 12, columns(form, asked)
     data = payload(form, rows, cols, rng)
     x = rng.standard_normal((1, cols)).astype(np.float32)
     weights = [(data, rows, cols)] * 4

@@ -67,7 +67,7 @@ def test_structs_have_the_layout_of_the_header() -> None:
     assert struct.unpack("<2Q6i", packed) == (0x10, 0x20, 21, 3, 64, 50, 0, 0)
     job = matrix.pack_job(packed, 0x30, 0x40, 64, 3, 7)
     assert len(job) == matrix.JOB_BYTES
-    assert struct.unpack("<2Q4i", job[40:]) == (0x30, 0x40, 64, 3, 7, matrix.linear_rows(3, 64))
+    assert struct.unpack("<2Q4i", job[40:]) == (0x30, 0x40, 64, 3, 7, matrix.linear_rows(21, 3, 64))
 
 
 @pytest.mark.parametrize(("number", "cols"), [(21, 48), (16, 33), (3, 16), (106, 96), (107, 160)])
@@ -84,17 +84,21 @@ def test_row_bytes_are_those_of_the_type(name: str) -> None:
 
 @pytest.mark.parametrize("cols", [32, 512, 1024, 2048, 4096, 8192, 1 << 20])
 @pytest.mark.parametrize("rows", [1, 31, 1024, 4096, 32768])
-def test_blocks_of_a_product_cover_its_rows_in_equal_shares(rows: int, cols: int) -> None:
-    share = matrix.linear_rows(rows, cols)
-    assert share % 4 == 0
-    assert 8 <= share <= 64
-    assert (matrix.linear_blocks(rows, cols) - 1) * share < rows
-    assert matrix.linear_blocks(rows, cols) * share >= rows
+@pytest.mark.parametrize("decoder", [3, 16])
+def test_blocks_of_a_product_cover_its_rows_in_equal_shares(
+    decoder: int, rows: int, cols: int
+) -> None:
+    share = matrix.linear_rows(decoder, rows, cols)
+    assert share % matrix.GROUPS == 0
+    assert 2 <= share // matrix.GROUPS <= 32
+    assert (matrix.linear_blocks(decoder, rows, cols) - 1) * share < rows
+    assert matrix.linear_blocks(decoder, rows, cols) * share >= rows
 
 
 def test_grids_cover_what_they_compute() -> None:
-    assert matrix.gate_up_grid(2048, 6, 2) == (64, 7, 2)
-    assert matrix.down_grid(4096, 6, 2) == (256, 2, 1)
+    assert matrix.gate_up_grid(2048, 6, 2) == (86, 7, 2)
+    assert matrix.down_grid(4096, 6, 2) == (86, 7, 2)
+    assert matrix.sum_grid(4096, 2) == (32, 2, 1)
     assert matrix.decode_grid(37, 160) == (2, 1, 1)
     assert matrix.embed_grid(4128, 5) == (2, 5, 1)
 

@@ -61,6 +61,7 @@ def _run(
     table = rig.table(_structs(rig, experts, d, width))
     third = rig.table(_structs(rig, [shared], d, width)) if shared else 0
     hidden = rig.put(np.zeros((tokens, k + 1, width), np.float32))
+    parts = rig.room((tokens, k + 1, d))
     routed, out = rig.room((tokens, d)), rig.room((tokens, d))
     at = rig.put(ids.astype(np.int32))
     gate, down, common = decoders
@@ -71,8 +72,9 @@ def _run(
     )  # fmt: skip
     rig.run(
         "moe.hip", "moe_down", matrix.down_grid(d, k, tokens),
-        table, third, at, rig.put(weights), hidden, routed, out, k, tokens, **defines,
+        table, third, at, rig.put(weights), hidden, parts, k, tokens, **defines,
     )  # fmt: skip
+    rig.run("hyper.hip", "hc_sum", matrix.sum_grid(d, tokens), parts, routed, out, k + 1, d)
     return (
         rig.get(hidden, (tokens, k + 1, width)),
         rig.get(routed, (tokens, d)),
@@ -145,7 +147,7 @@ def test_chosen_experts_and_the_shared_one_are_within_the_bound(
 
 
 @pytest.mark.parametrize("name", ["HFP4G32", "ROCmFP3Mix-1", "ROCmFP2Mix-1", "Q8F16", "BF16"])
-@pytest.mark.parametrize("shape", [(2048, 1024), (512, 2048)])
+@pytest.mark.parametrize("shape", [(2048, 1024), (4096, 2048)])
 def test_streamed_experts_are_within_the_bound(rig: Rig, name: str, shape: tuple[int, int]) -> None:
     """Shapes that blocks stream; the same as a mixed layer, whose kernels ask each matrix."""
     rng, form, (d, width) = np.random.default_rng(11), FORMS[name], shape
@@ -284,12 +286,14 @@ def _indexed(
     )  # fmt: skip
     inputs = np.zeros((tokens, slots + 1, k), np.float32)
     inputs[:, :slots] = down_x.reshape(tokens, slots, k)
-    out = rig.room((tokens, 8))
+    parts, out = rig.room((tokens, slots + 1, 8)), rig.room((tokens, 8))
     rig.run(
         "moe.hip", "moe_down", matrix.down_grid(8, slots, tokens),
-        table, 0, at, rig.put(weights.astype(np.float32)), rig.put(inputs), 0, out, slots, tokens,
+        table, 0, at, rig.put(weights.astype(np.float32)), rig.put(inputs), parts, slots, tokens,
         **defines,
     )  # fmt: skip
+    grid = matrix.sum_grid(8, tokens)
+    rig.run("hyper.hip", "hc_sum", grid, parts, rig.room((tokens, 8)), out, slots + 1, 8)
     return rig.get(hidden, (tokens, slots + 1, 4))[:, :slots], rig.get(out, (tokens, 8))
 
 
