@@ -166,3 +166,16 @@ class CalibrationError(RunError):
 
     rule = "activations are not finite"
     cure = "verify the artifact (ds4q verify FILE.hfq --source CHECKPOINT)"
+
+
+class CacheError(RunError, ValueError):
+    """Experts cannot be kept as asked."""
+
+    rule = "bad expert cache"
+
+
+class TraceError(RunError, ValueError):
+    """A file that is no trace, is cut short or altered, or belongs to another artifact."""
+
+    rule = "trace cannot be read"
+    cure = "record it again (ds4q run FILE.hfq --trace FILE)"
