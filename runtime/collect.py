@@ -70,9 +70,14 @@ class Collector:
     def __call__(
         self, layer: int, ids: I64, weights: F32, x: F32, experts: Mapping[int, Expert]
     ) -> None:
-        """Add one batch: experts ``ids`` [T, K] with ``weights`` [T, K] of the inputs ``x``."""
+        """Add one batch: experts ``ids`` [T, K] with ``weights`` [T, K] of the inputs ``x``.
+
+        Ids that ``experts`` lacks come with another part of the batch.
+        """
         flat = ids.ravel()
         for expert_id in np.unique(flat).tolist():
+            if expert_id not in experts:
+                continue
             slots = np.flatnonzero(flat == expert_id)
             expert, rows = experts[expert_id], x[slots // ids.shape[1]]
             hidden = activate(

@@ -19,7 +19,7 @@ from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.config import ModelConfig, parse_config
 from ds4q.runtime.errors import ConfigError, ContextError, RunError, TokenError
 from ds4q.runtime.experts.resident import ResidentExperts
-from ds4q.runtime.experts.store import ExpertStore
+from ds4q.runtime.experts.store import ExpertStore, Phase
 from ds4q.runtime.kv import State
 from ds4q.runtime.model.block import Block
 from ds4q.runtime.model.head import Embedding, Head
@@ -149,9 +149,10 @@ class Engine:
         """
         tokens = checked_ids(ids, state.position, self.vocab_size, self.max_context)
         out = np.empty((len(tokens) if logits == "all" else 1, self.vocab_size), np.float32)
+        phase: Phase = "decode" if state.position and len(tokens) == 1 else "prefill"
         for start in range(0, len(tokens), self._batch_tokens):
             batch = tokens[start : start + self._batch_tokens]
-            streams = self._advance(state, batch, trace, observer)
+            streams = self._advance(state, batch, phase, trace, observer)
             if logits == "all":
                 out[start : start + len(batch)] = self._head.forward(streams, trace)
             elif start + len(batch) == len(tokens):
@@ -160,14 +161,14 @@ class Engine:
         return out
 
     def _advance(
-        self, state: State, ids: I64, trace: Trace | None, observer: Observer | None
+        self, state: State, ids: I64, phase: Phase, trace: Trace | None, observer: Observer | None
     ) -> F32:
         """One batch through all layers; the caches hold it, the position does not count it yet."""
         places = {
             ratio: Places.of(frequencies, ratio, state.position, len(ids))
             for ratio, frequencies in self._frequencies.items()
         }
-        step = Step(ids, state.position, places, trace, observer)
+        step = Step(ids, state.position, places, trace, observer, phase)
         streams = self._embedding.forward(ids)
         for block, cache in zip(self._blocks, state.layers, strict=True):
             streams = block.forward(streams, step, cache)

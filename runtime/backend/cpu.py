@@ -5,6 +5,7 @@ Not the arithmetic (``kernels.py``, ``reference.py``) and not where weights come
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -61,9 +62,12 @@ class _Routes:
 
     __slots__ = ("experts", "share", "slots", "work_bytes")
 
-    def __init__(self, ids: Array, experts: ExpertLookup) -> None:
+    def __init__(self, ids: Array, experts: ExpertLookup, where: Array | None) -> None:
         by_id: dict[int, list[int]] = {}
-        for slot, expert_id in enumerate(ids.ravel().tolist()):
+        chosen: Iterable[tuple[int, int]] = enumerate(ids.ravel().tolist())
+        if where is not None:
+            chosen = zip(np.flatnonzero(where).tolist(), ids[where].tolist(), strict=True)
+        for slot, expert_id in chosen:
             by_id.setdefault(expert_id, []).append(slot)
         self.share: int = ids.shape[1]
         self.slots = list(by_id.values())
@@ -83,25 +87,25 @@ class _Routes:
             self.work_bytes += expert.nbytes * len(by_id[expert_id])
 
 
-def _feed_forward_reference(routes: _Routes, x: Array, limit: float, workers: Workers) -> Array:
-    slots = sum(map(len, routes.slots))
-    out = np.empty((slots, x.shape[1]), dtype=_F32)
+def _feed_forward_reference(
+    routes: _Routes, x: Array, limit: float, out: Array, workers: Workers
+) -> None:
     for expert, own in zip(routes.experts, routes.slots, strict=True):
         tokens = np.array(own) // routes.share
         out[own] = reference.feed_forward(expert, x[tokens], limit)
-    return out
 
 
-def _feed_forward_fast(routes: _Routes, x: Array, limit: float, workers: Workers) -> Array:
+def _feed_forward_fast(
+    routes: _Routes, x: Array, limit: float, out: Array, workers: Workers
+) -> None:
     experts, share = routes.experts, routes.share
     table = np.array([expert.matrices for expert in experts])
     slots = np.array([slot for own in routes.slots for slot in own])
     starts = np.array([0, *accumulate(map(len, routes.slots))])
     width, rows = experts[0].shape
-    out = np.empty((len(slots), rows), dtype=_F32)
     if not workers.shares(routes.work_bytes):
         kernels.feed_forward(table, starts, slots, share, width, limit, x, out)
-        return out
+        return
     matrices, both, reads, writes, downs = kernels.plan(table, starts, slots, share)
     xs = kernels.spread(x, matrices)
     gate_up = np.empty((len(writes), width), dtype=_F32)
@@ -116,7 +120,6 @@ def _feed_forward_fast(routes: _Routes, x: Array, limit: float, workers: Workers
         kernels.multiply_rows(downs, starts, writes, slots, lo, hi, rows, hidden, out)
 
     workers.run(down_piece, len(downs) * rows)
-    return out
 
 
 _feed_forward = FastPath(_feed_forward_reference, _feed_forward_fast)
@@ -145,7 +148,16 @@ class CpuBackend:
             raise _no_kernel(w)
         return _multiply(w, _activations(x, w.cols), self._workers)
 
-    def experts(self, x: Array, ids: Array, experts: ExpertLookup, limit: float) -> Array:
+    def experts(
+        self,
+        x: Array,
+        ids: Array,
+        experts: ExpertLookup,
+        limit: float,
+        *,
+        where: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
         """Outputs of the chosen experts, unweighted, each (token, choice) in a row of its own.
 
         ``y(t, k) = down(silu(min(gate x_t, limit)) * clamp(up x_t, -limit, limit))`` with expert
@@ -158,6 +170,8 @@ class CpuBackend:
         experts : id -> Expert, all of one shape and each of its own types; each distinct id is
             looked up once
         limit : DeepSeek-V4's ``swiglu_limit``
+        where : bool (T, k): the rows to compute; None computes all. The others are left alone
+        out : f32 (T, k, d), written to and returned; None makes one
 
         Returns
         -------
@@ -170,11 +184,21 @@ class CpuBackend:
                 found=ids.shape,
             )
         shape = (*ids.shape, x.shape[-1])
-        if not ids.size:
-            return np.empty(shape, dtype=_F32)
-        routes = _Routes(ids, experts)
+        if out is None:
+            out = np.empty(shape, dtype=_F32)
+        elif out.shape != shape or out.dtype != _F32 or not out.flags.carray:
+            raise WeightError(
+                "no place for the experts' outputs",
+                expected=f"float32 {shape}, contiguous",
+                found=f"{out.dtype} {out.shape}",
+            )
+        if not ids.size or (where is not None and not where.any()):
+            return out
+        routes = _Routes(ids, experts, where)
         x = _activations(x, routes.experts[0].gate.cols)
-        return _feed_forward(routes, x, float(limit), self._workers).reshape(shape)
+        rows = out.reshape(-1, shape[-1])  # a view
+        _feed_forward(routes, x, float(limit), rows, self._workers)
+        return out
 
 
 def _no_kernel(w: Weight) -> BackendTypeError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from ds4q.artifact.types import type_of
 from ds4q.runtime.backend.weights import Expert, Weight
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import ModelTensorError
+from ds4q.runtime.experts.store import Band, Phase
 
 
 class MatrixSource(Protocol):
@@ -35,9 +36,9 @@ class ResidentExperts:
             _layer_experts(config, source, layer, path) for layer in range(config.num_hidden_layers)
         ]
 
-    def get(self, layer: int, ids: npt.NDArray[np.integer[Any]]) -> Mapping[int, Expert]:
-        """All experts of ``layer``; they stay valid."""
-        return self._layers[layer]
+    def bands(self, layer: int, ids: npt.NDArray[np.integer[Any]], phase: Phase) -> Iterator[Band]:
+        """All experts of ``layer`` in one band; they stay valid."""
+        yield Band(self._layers[layer], None)
 
 
 def check_gate_and_up(expert: str, gate: int, up: int, path: object) -> None:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ds4q.runtime.backend.weights import Expert
 
+Phase = Literal["prefill", "decode"]
+
+
+class Band(NamedTuple):
+    """Some of the experts of a dispatch, complete in memory.
+
+    ``where`` [T, K] tells which of the ids asked for they serve, None that they serve all. The
+    mapping may hold more where they serve all, else exactly those.
+    """
+
+    experts: Mapping[int, Expert]
+    where: npt.NDArray[np.bool_] | None
+
 
 class ExpertStore(Protocol):
     """Gives out the experts of one layer, wherever they are kept."""
 
-    def get(self, layer: int, ids: npt.NDArray[np.integer[Any]]) -> Mapping[int, Expert]:
-        """The experts that ``ids`` names (any shape, duplicates allowed), complete in memory.
+    def bands(self, layer: int, ids: npt.NDArray[np.integer[Any]], phase: Phase) -> Iterator[Band]:
+        """The experts that ``ids`` [T, K] names, band after band, each expert in one of them.
 
-        The mapping may hold more. It is valid until the next call for the same layer.
+        A band's experts are valid until the next band is asked for. Ids that no band serves
+        contribute zero.
         """

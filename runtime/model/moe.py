@@ -22,14 +22,15 @@ I64 = npt.NDArray[np.int64]
 _TINY = np.float32(1e-20)  # as in transformers: keeps a sum of vanished scores from being 0
 
 
-def _scores(logits: F32) -> F32:
+def scores(logits: F32) -> F32:
+    """What experts are chosen and weighed by, of gate logits of any shape; no bias."""
     softplus = np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits)))
     return np.sqrt(softplus).astype(np.float32)
 
 
 def weigh_reference(logits: F32, ids: I64, factor: float) -> F32:
     """Weights f32 [T, K] of the experts ``ids`` [T, K], from gate logits [T, E]."""
-    chosen = np.take_along_axis(_scores(logits), ids, axis=1)
+    chosen = np.take_along_axis(scores(logits), ids, axis=1)
     total = chosen.sum(axis=1, keepdims=True) + _TINY
     return (chosen / total * np.float32(factor)).astype(np.float32)
 
@@ -56,7 +57,7 @@ def _weigh_fast(logits: F32, ids: I64, factor: float) -> F32:
 
 def route_reference(logits: F32, bias: F32, k: int) -> I64:
     """The ``k`` best experts of each token, best first, int64 [T, k]; bias f32 [E]."""
-    return np.argsort(-(_scores(logits) + bias), axis=1, kind="stable")[:, :k].copy()
+    return np.argsort(-(scores(logits) + bias), axis=1, kind="stable")[:, :k].copy()
 
 
 @jit
@@ -143,10 +144,11 @@ class MoE:
         else:
             ids = route(logits, self._bias, c.num_experts_per_tok)
         weights = weigh(logits, ids, c.routed_scaling_factor)
-        store = self._experts.get(self._layer, ids)
-        if step.observer is not None:
-            step.observer(self._layer, ids, weights, x, store)
-        rows = backend.experts(x, ids, store, c.swiglu_limit)
+        rows = np.zeros((*ids.shape, x.shape[1]), np.float32)  # where nobody serves a route: zero
+        for experts, where in self._experts.bands(self._layer, ids, step.phase):
+            if step.observer is not None:
+                step.observer(self._layer, ids, weights, x, experts)
+            backend.experts(x, ids, experts, c.swiglu_limit, where=where, out=rows)
         everyone = np.zeros((len(x), 1), dtype=np.int64)
         shared = backend.experts(x, everyone, self._shared, c.swiglu_limit)[:, 0]
         routed, out = combine(rows, weights, shared)

@@ -16,15 +16,16 @@ from ds4q.runtime.backend.cpu import CpuBackend
 from ds4q.runtime.backend.weights import Expert, Weight
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.config import ModelConfig
-from ds4q.runtime.experts.store import ExpertStore
+from ds4q.runtime.experts.store import ExpertStore, Phase
 from ds4q.runtime.model import rope
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 Trace = Callable[[str, npt.NDArray[Any]], None]
 Observer = Callable[[int, I64, F32, F32, Mapping[int, Expert]], None]
-"""Called before the routed experts of a layer run: layer, expert ids [T, K], their weights [T, K],
-the input [T, d] of all of them, and the experts by id."""
+"""Called before routed experts of a layer run: layer, expert ids [T, K], their weights [T, K], the
+input [T, d] of all of them, and the experts that run now by id. Where they are not all in memory
+at once, it is called for one part of them after another."""
 
 # Below this many multiplications a second thread costs more than it saves.
 _SHARED_WORK = 1 << 21
@@ -99,7 +100,7 @@ class Step:
     """One batch of tokens on its way through the layers.
 
     ``ids`` int64 [T] stand at positions ``first`` on; ``places`` holds one entry per ratio.
-    ``trace`` and ``observer`` look on, where somebody wants to know.
+    ``trace`` and ``observer`` look on, where somebody wants to know. ``phase`` is for statistics.
     """
 
     ids: I64
@@ -107,3 +108,4 @@ class Step:
     places: dict[int, Places]
     trace: Trace | None = None
     observer: Observer | None = None
+    phase: Phase = "prefill"

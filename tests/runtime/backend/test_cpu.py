@@ -193,6 +193,44 @@ def test_each_distinct_expert_is_looked_up_once(path: str) -> None:
     assert asked == [2, 0]
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bands_of_experts_leave_other_rows_alone(
+    path: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SHARED_BYTES", 0)
+    experts = draw_experts(6, 64, 32)
+    x, ids = packs.activations(9, 32), draw_ids(9, 4, 6)
+    backend = CpuBackend(threads)
+    whole = backend.experts(x, ids, experts, LIMIT)
+    rows = np.full((9, 4, 32), -7, dtype=np.float32)
+    for band in ([4], [0, 1, 5], []):
+        where = np.isin(ids, band)
+        before = rows.copy()
+        held = {expert_id: experts[expert_id] for expert_id in band}
+        found = backend.experts(x, ids, held, LIMIT, where=where, out=rows)
+        assert found is rows
+        same_bits(rows[where], whole[where])
+        same_bits(rows[~where], before[~where])
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.zeros((2, 1, 33), np.float32),
+        np.zeros((2, 1, 32)),
+        np.zeros((2, 2, 32), np.float32)[:, ::2],
+    ],
+    ids=["shape", "dtype", "stride"],
+)
+def test_wrong_places_for_outputs_are_refused(path: str, out: Array) -> None:
+    x, ids = packs.activations(2, 32), np.zeros((2, 1), np.int64)
+    check_refused(
+        WeightError,
+        lambda: CpuBackend(1).experts(x, ids, draw_experts(1, 64, 32), LIMIT, out=out),
+        says=["expected float32 (2, 1, 32)", f"found {out.dtype} {out.shape}"],
+    )
+
+
 def test_wrong_activations_are_refused(path: str) -> None:
     weight, _ = packs.draw(F32, 4, 32, seed=1)
     for x in (

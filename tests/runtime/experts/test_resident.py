@@ -10,7 +10,7 @@ import pytest
 
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.types import BF16, F32
-from ds4q.runtime.backend.weights import Weight
+from ds4q.runtime.backend.weights import Expert, Weight
 from ds4q.runtime.config import parse_config
 from ds4q.runtime.errors import ModelTensorError
 from ds4q.runtime.experts.resident import ResidentExperts
@@ -39,12 +39,19 @@ class Source:
         return made
 
 
+def only(store: ResidentExperts, layer: int, ids: list[int]) -> Mapping[int, Expert]:
+    """The experts of the one band that serves everything."""
+    ((experts, where),) = store.bands(layer, np.array([ids]), "prefill")
+    assert where is None
+    return experts
+
+
 def test_experts_are_in_their_places() -> None:
     source = Source()
     store = ResidentExperts(CONFIG, source)
     assert len(source.asked) == CONFIG.num_hidden_layers
     assert all(len(names) == 3 * 16 for names in source.asked)
-    experts = store.get(4, np.array([3, 3, 9]))
+    experts = only(store, 4, [3, 3, 9])
     for number in (3, 9):
         expert = experts[number]
         parts = (("w1", expert.gate), ("w3", expert.up), ("w2", expert.down))
@@ -56,7 +63,7 @@ def test_experts_are_in_their_places() -> None:
 
 def test_experts_of_a_layer_may_differ_in_type() -> None:
     odd = "layers.2.ffn.experts.7.w2.weight"
-    experts = ResidentExperts(CONFIG, Source(odd)).get(2, np.array([7]))
+    experts = only(ResidentExperts(CONFIG, Source(odd)), 2, [7])
     assert [experts[e].down.type_id for e in (6, 7, 8)] == [BF16.id, F32.id, BF16.id]
     assert experts[7].gate.type_id == BF16.id
 
@@ -80,7 +87,7 @@ def test_loaded_experts_are_the_packed_bytes(random_path: Path) -> None:
     packed = pack(DATA / "ds4-random")
     with Reader(random_path) as reader:
         source = ArtifactSource(reader)
-        experts = ResidentExperts(CONFIG, source).get(3, np.array([0]))
+        experts = only(ResidentExperts(CONFIG, source), 3, [0])
         source.fill(None)
     buffers = set()
     for number in range(CONFIG.n_routed_experts):
