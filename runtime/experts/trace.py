@@ -44,6 +44,7 @@ _KIND = struct.Struct("<B")
 _BAND = struct.Struct("<QIBIHIHHHHHQ")
 _WARM = struct.Struct("<HH")
 _STATES = struct.Struct("<QIBIHIHII")
+_ROUTER = struct.Struct("<HII")
 _END = struct.Struct("<Q")
 _STEP_BYTES = 4096  # a few bytes of a forged frame may stand for megabytes
 _WINDOW_BYTES = 8 << 20
@@ -64,6 +65,7 @@ class _Kind(enum.IntEnum):
     BAND = 1
     WARM = 2
     STATES = 3
+    ROUTER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +140,31 @@ class WarmRecord(NamedTuple):
 
 
 class StatesRecord(NamedTuple):
-    """What the router of a layer saw: ``hidden`` [T, d], and its scores before bias [T, E]."""
+    """What the router of a layer saw: ``hidden`` [T, d], and its scores before bias [T, E].
+
+    ``tokens`` [T] are ids of the vocabulary, ``ids`` [T, K] the experts that were chosen.
+    """
 
     number: int
     sequence: int
     phase: Phase
     token: int
     layer: int
+    tokens: npt.NDArray[np.uint32]
+    ids: npt.NDArray[np.uint16]
     hidden: npt.NDArray[np.float16]
     scores: npt.NDArray[np.float32]
 
 
-Record = BandRecord | WarmRecord | StatesRecord
+class RouterRecord(NamedTuple):
+    """The router of a layer that chooses by score: ``gate`` [E, d] and ``bias`` [E]."""
+
+    layer: int
+    gate: npt.NDArray[np.float32]
+    bias: npt.NDArray[np.float32]
+
+
+Record = BandRecord | WarmRecord | StatesRecord | RouterRecord
 
 
 def artifact_identity(reader: Reader) -> str:
@@ -215,17 +230,24 @@ class Recorder:
         phase: Phase,
         token: int,
         layer: int,
+        tokens: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int64],
         hidden: npt.NDArray[np.float32],
         scores: npt.NDArray[np.float32],
     ) -> None:
-        """Add what a router saw; ``hidden`` [T, d] is kept as float16."""
-        small = np.ascontiguousarray(hidden, dtype="<f2")
-        exact = np.ascontiguousarray(scores, dtype="<f4")
+        """Add what a router saw, see ``StatesRecord``; ``hidden`` is kept as float16."""
+        parts = (tokens.astype("<u4"), ids.astype("<u2"), hidden.astype("<f2"), scores)
         head = _STATES.pack(
-            number, sequence, PHASES.index(phase), token, layer, len(small), 0,
-            small.shape[1], exact.shape[1],
+            number, sequence, PHASES.index(phase), token, layer, len(hidden), ids.shape[1],
+            hidden.shape[1], scores.shape[1],
         )  # fmt: skip
-        self._write(_Kind.STATES, head, small.tobytes(), exact.tobytes())
+        self._write(_Kind.STATES, head, *(part.tobytes() for part in parts))
+
+    def router(
+        self, layer: int, gate: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]
+    ) -> None:
+        """Add a router, see ``RouterRecord``: once, before the states of its layer."""
+        self._write(_Kind.ROUTER, _ROUTER.pack(layer, *gate.shape), gate.tobytes(), bias.tobytes())
 
     def close(self) -> None:
         """Finish the file and give it its name; a second call does nothing."""
@@ -353,6 +375,8 @@ class _Records:
                 yield WarmRecord(layer, expert)
             elif kind == _Kind.STATES:
                 yield self._states()
+            elif kind == _Kind.ROUTER:
+                yield self._router()
             elif kind == _Kind.END:
                 self._end()
                 return
@@ -387,15 +411,32 @@ class _Records:
 
     def _states(self) -> StatesRecord:
         header = self._header
-        number, sequence, phase, token, layer, tokens, _, d, e = self._unpack(_STATES)
+        number, sequence, phase, token, layer, tokens, k, d, e = self._unpack(_STATES)
         self._check(phase < len(PHASES), "phase", phase)
         self._check(layer < header.layers, "layer", layer)
-        self._check(d == header.hidden, "hidden size", d)
-        self._check(e == header.experts, "scores of a token", e)
-        self._check(0 < tokens * (2 * d + 4 * e) <= MAX_RECORD_BYTES, "tokens", tokens)
+        self._check(k == header.top_k, "experts per token", k)
+        self._check_router_shape(d, e)
+        self._check(0 < tokens * (4 + 2 * k + 2 * d + 4 * e) <= MAX_RECORD_BYTES, "tokens", tokens)
+        words = np.frombuffer(self._take(tokens * 4), "<u4")
+        ids = np.frombuffer(self._take(tokens * k * 2), "<u2").reshape(tokens, k)
+        self._check(int(ids.max()) < header.experts, "expert", int(ids.max()))
         hidden = np.frombuffer(self._take(tokens * d * 2), "<f2").reshape(tokens, d)
         scores = np.frombuffer(self._take(tokens * e * 4), "<f4").reshape(tokens, e)
-        return StatesRecord(number, sequence, PHASES[phase], token, layer, hidden, scores)
+        return StatesRecord(
+            number, sequence, PHASES[phase], token, layer, words, ids, hidden, scores
+        )
+
+    def _router(self) -> RouterRecord:
+        layer, e, d = self._unpack(_ROUTER)
+        self._check(layer < self._header.layers, "layer", layer)
+        self._check_router_shape(d, e)
+        self._check(e * d * 4 <= MAX_RECORD_BYTES, "hidden size", d)
+        gate = np.frombuffer(self._take(e * d * 4), "<f4").reshape(e, d)
+        return RouterRecord(layer, gate, np.frombuffer(self._take(e * 4), "<f4"))
+
+    def _check_router_shape(self, d: int, e: int) -> None:
+        self._check(d == self._header.hidden, "hidden size", d)
+        self._check(e == self._header.experts, "scores of a token", e)
 
     def _end(self) -> None:
         (count,) = self._unpack(_END)
