@@ -179,3 +179,31 @@ class TraceError(RunError, ValueError):
 
     rule = "trace cannot be read"
     cure = "record it again (ds4q run FILE.hfq --trace FILE)"
+
+
+class ExpertReadError(RunError):
+    """The system cannot read an expert from the artifact."""
+
+    rule = "an expert cannot be read"
+    cure = "check the disk, or copy the artifact to another one"
+
+
+class ExpertDigestError(RunError):
+    """An expert that was read has not the bytes that the receipt tells."""
+
+    rule = "the bytes that were read differ from the receipt"
+    cure = "the file or the disk is damaged: verify the artifact (ds4q verify FILE.hfq)"
+
+
+class TransportClosedError(RunError):
+    """An expert is asked for from a transport that has been closed."""
+
+    rule = "reading of experts has ended"
+    cure = "load the model again"
+
+
+class FillTransformError(RunError):
+    """An expert that cannot be cut as a transform wants to."""
+
+    rule = "an expert cannot be cut this way"
+    cure = "use a number of ranks that divides the expert's width into whole blocks"

@@ -1,0 +1,493 @@
+"""Owns how experts' bytes get from the artifact into memory. Decides neither which nor where to.
+
+An expert that is one run in the file is one read. Where the page cache holds it, the read is
+buffered and scatters into place; where it does not, it is an ``O_DIRECT`` read of the enclosing
+aligned range, which a disk serves faster than the page cache is filled.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import heapq
+import mmap
+import os
+import queue
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.artifact.errors import ChangedError, TruncatedError
+from ds4q.artifact.hfq import Reader, TensorEntry
+from ds4q.runtime.errors import ExpertReadError, TransportClosedError
+from ds4q.runtime.experts.catalogue import Catalogue, Key, Record
+from ds4q.runtime.experts.digests import Digests
+
+U8 = npt.NDArray[np.uint8]
+Parts = tuple[U8, U8, U8]  # gate, up, down
+
+PAGE = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
+_PROBES = 16  # pages of an expert that must all be cached for a buffered read
+_GOLDEN = 0.6180339887498949
+_EDGES_US = tuple(1.05**i for i in range(420))  # to about 13 minutes
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # of O_DIRECT or RWF_NOWAIT by a file system
+
+
+class Purpose(enum.IntEnum):
+    """Why an expert is read; the lowest is served first."""
+
+    DEMAND = 0
+    CERTAIN = 1
+    SPECULATIVE = 2
+    WARM = 3
+
+
+class Fill(NamedTuple):
+    """An expert to be read into a slot of its layer."""
+
+    key: Key
+    slot: int
+    purpose: Purpose
+
+
+Done = Callable[[Fill, BaseException | None], None]
+
+
+class Transport(Protocol):
+    """Fills slots in the background, wherever slots are."""
+
+    def start(self, fills: Sequence[Fill], done: Done) -> None:
+        """Queue ``fills`` and return.
+
+        ``done`` is called once for each, from another thread, when all of its bytes are in the
+        slot and checked, or with the error. It must not raise.
+        """
+
+    def hasten(self, key: Key) -> None:
+        """A queued fill of ``key`` is now waited for: serve it as a demand."""
+
+    def counters(self) -> dict[str, int]:
+        """Reads, bytes and what else this transport counts."""
+
+    def close(self) -> None:
+        """Finish the reads that run, refuse those that wait, free everything."""
+
+
+class Slots(Protocol):
+    """Where experts are kept in host memory."""
+
+    def views(self, record: Record, slot: int) -> Parts:
+        """Gate, up, down of a slot, each of exactly the tensor's length."""
+
+
+class Run(NamedTuple):
+    """Tensors that lie back to back, in file order."""
+
+    offset: int
+    nbytes: int
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def aligned(self) -> tuple[int, int]:
+        """Offset and length of the enclosing range of whole pages."""
+        start = self.offset // PAGE * PAGE
+        return start, -(-(self.offset + self.nbytes - start) // PAGE) * PAGE
+
+
+def runs(record: Record) -> Iterator[Run]:
+    """The reads that an expert takes: one where it lies in one piece."""
+    entries = sorted(record.entries, key=lambda entry: entry.offset)
+    first = 0
+    for last, entry in enumerate(entries, 1):
+        end = entry.offset + entry.nbytes
+        if last == len(entries) or entries[last].offset != end:
+            start = entries[first].offset
+            yield Run(start, end - start, tuple(entries[first:last]))
+            first = last
+
+
+class Latencies:
+    """Percentiles of any number of durations in fixed memory, to within 5 %."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_EDGES_US) + 1)
+        self.total_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self.total_s += seconds
+        self._counts[bisect_left(_EDGES_US, seconds * 1e6)] += 1
+
+    def percentile_us(self, percent: float) -> int:
+        """Microseconds that ``percent`` of the durations do not exceed; 0 where there are none."""
+        reached = list(accumulate(self._counts))
+        if not reached[-1]:
+            return 0
+        edge = bisect_left(reached, reached[-1] * percent / 100)
+        return round(_EDGES_US[min(edge, len(_EDGES_US) - 1)])
+
+
+def aligned_buffer(nbytes: int) -> U8:
+    """(nbytes,) u8 that begins at a page, as O_DIRECT wants it."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)
+
+
+class ExpertReader:
+    """Reads experts of one artifact through file handles of its own; any thread may read.
+
+    Parameters
+    ----------
+    reader : the open artifact; not used after construction
+    records : all experts that will be read; they bound the buffers
+    digests : compared with every expert that is read; None: nothing is compared
+    bounces : page-aligned buffers for ``read``; more threads than that wait for each other
+
+    Attributes
+    ----------
+    staging_bytes : length of a buffer that ``stage`` can read any of the experts into
+    notes : what a user should hear, one line each
+
+    Raises
+    ------
+    ChangedError : the path leads to another file than ``reader``
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        records: Iterable[Record],
+        *,
+        digests: Digests | None = None,
+        bounces: int = 0,
+    ) -> None:
+        self.path = reader.path
+        self.notes: list[str] = []
+        self._digests = digests
+        self.staging_bytes = max(
+            (sum(run.aligned[1] for run in runs(record)) for record in records), default=0
+        )
+        self._lock = threading.Lock()
+        self._latencies = Latencies()
+        self._counts = dict.fromkeys(
+            ("reads", "bytes_read", "reads_direct", "reads_buffered", "direct_refused"), 0
+        )
+        self._turn = count()
+        self._direct = self._buffered = self._probe = -1
+        try:
+            self._buffered = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._probe = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            reader.check_unchanged()
+            if not os.path.samestat(os.fstat(self._buffered), os.fstat(reader.fd)):
+                raise ChangedError(path=self.path)
+            # Without it, asking for one page that is not cached would read ahead megabytes.
+            os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
+            self._open_direct()
+        except BaseException:
+            self._close_files()
+            raise
+        self._bounces: queue.SimpleQueue[U8] = queue.SimpleQueue()
+        for _ in range(bounces):
+            self._bounces.put(aligned_buffer(self.staging_bytes))
+
+    def read(self, record: Record, gate: U8, up: U8, down: U8) -> None:
+        """Fill three contiguous buffers, each of exactly its tensor's length, and check them.
+
+        Raises
+        ------
+        TruncatedError : the file ends within the expert
+        ExpertReadError : the system cannot read it
+        ExpertDigestError : the bytes are not those that the receipt tells
+        """
+        started = time.perf_counter()
+        parts = (gate, up, down)
+        if self._direct < 0 or self._cached(record):
+            self._read_buffered(record, parts)
+        else:
+            bounce = self._bounces.get()
+            try:
+                staged = self._read_direct(record, bounce)
+                for part, whole in zip(parts, staged, strict=True):
+                    np.copyto(part, whole)
+            finally:
+                self._bounces.put(bounce)
+        self._finish(record, parts, started)
+
+    def stage(self, record: Record, staging: U8) -> Parts:
+        """Read an expert into ``staging``, wherever alignment puts it, and check it.
+
+        Parameters
+        ----------
+        staging : (at least ``staging_bytes``,) u8 that begins at a page
+
+        Returns
+        -------
+        gate, up, down : views into ``staging``
+
+        Raises
+        ------
+        as ``read``
+        """
+        started = time.perf_counter()
+        if self._direct < 0 or self._cached(record):
+            parts = _views(record, staging)
+            self._read_buffered(record, parts)
+        else:
+            parts = self._read_direct(record, staging)
+        self._finish(record, parts, started)
+        return parts
+
+    def counters(self) -> dict[str, int]:
+        """Reads, their bytes and how they were made; durations in microseconds."""
+        with self._lock:
+            return self._counts | {
+                "reads_checked": 0 if self._digests is None else self._counts["reads"],
+                "read_us": round(self._latencies.total_s * 1e6),
+                "read_p50_us": self._latencies.percentile_us(50),
+                "read_p99_us": self._latencies.percentile_us(99),
+            }
+
+    def close(self) -> None:
+        """Close the files and free the buffers. No read may be running."""
+        self._close_files()
+        while not self._bounces.empty():
+            self._bounces.get()
+
+    # ------------------------------------------------------------------ how
+
+    def _open_direct(self) -> None:
+        try:
+            self._direct = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            self._refuse_direct()
+
+    def _refuse_direct(self) -> None:
+        with self._lock:
+            self._counts["direct_refused"] += 1
+            if not self.notes:
+                self.notes.append(
+                    f"{self.path}: the file system refuses O_DIRECT; cold experts are read "
+                    "through the page cache"
+                )
+
+    def _close_files(self) -> None:
+        for fd in (self._buffered, self._direct, self._probe):
+            if fd >= 0:
+                os.close(fd)
+        self._direct = self._buffered = self._probe = -1
+
+    def _cached(self, record: Record) -> bool:
+        """Whether the page cache holds the expert, judged by some of its pages.
+
+        They are other pages every time, since asking for one that is not there fetches it. A file
+        system that cannot tell is read through the page cache.
+        """
+        first, *_, last = sorted(record.entries, key=lambda entry: entry.offset)
+        span = last.offset + last.nbytes - first.offset
+        turn, byte = next(self._turn), bytearray(1)
+        for probe in range(_PROBES):
+            place = ((turn * _PROBES + probe) * _GOLDEN) % 1.0
+            try:
+                os.preadv(self._probe, [byte], first.offset + int(place * span), os.RWF_NOWAIT)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno in _REFUSALS:
+                    return True
+                raise self._failed(first, error) from error
+        return True
+
+    def _read_buffered(self, record: Record, parts: Parts) -> None:
+        where = dict(zip(record.entries, parts, strict=True))
+        for run in runs(record):
+            left = [where[entry].data for entry in run.entries]
+            at = run.offset
+            while left:
+                n = self._preadv(self._buffered, left, at, run)
+                if n == 0:
+                    raise self._truncated(run, at)
+                at += n
+                while left and n >= len(left[0]):
+                    n -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][n:]
+            self._count("reads_buffered", run)
+
+    def _read_direct(self, record: Record, staging: U8) -> Parts:
+        """As ``stage``; buffered where the file system refuses."""
+        found: dict[TensorEntry, U8] = {}
+        at = 0
+        for run in runs(record):
+            start, nbytes = run.aligned
+            window = staging[at : at + nbytes]
+            try:
+                self._fill_direct(run, window.data, start)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise self._failed(run.entries[0], error) from error
+                self._refuse_direct()
+                parts = _views(record, staging)
+                self._read_buffered(record, parts)
+                return parts
+            self._count("reads_direct", run)
+            for entry in run.entries:
+                lead = entry.offset - start
+                found[entry] = window[lead : lead + entry.nbytes]
+            at += nbytes
+        return found[record.gate], found[record.up], found[record.down]
+
+    def _fill_direct(self, run: Run, window: memoryview, start: int) -> None:
+        """Fill ``window`` from ``start`` on, at least to the end of ``run``."""
+        wanted = run.offset + run.nbytes - start
+        have = 0
+        while have < wanted:
+            n = os.preadv(self._direct, [window[have:]], start + have)
+            if have + n >= wanted:
+                return
+            # A read ends inside a page only at the end of the file: what it brought of that page
+            # is read again, and bringing no whole page more means that nothing more is there.
+            if n < PAGE:
+                raise self._truncated(run, start + have + n)
+            have += n // PAGE * PAGE
+
+    def _preadv(self, fd: int, views: Sequence[memoryview], offset: int, run: Run) -> int:
+        try:
+            return os.preadv(fd, views, offset)
+        except OSError as error:
+            raise self._failed(run.entries[0], error) from error
+
+    # ------------------------------------------------------------------ what became of it
+
+    def _finish(self, record: Record, parts: Parts, started: float) -> None:
+        if self._digests is not None:
+            for entry, part in zip(record.entries, parts, strict=True):
+                self._digests.check(entry, part)
+        with self._lock:
+            self._latencies.add(time.perf_counter() - started)
+
+    def _count(self, kind: str, run: Run) -> None:
+        with self._lock:
+            self._counts[kind] += 1
+            self._counts["reads"] += 1
+            self._counts["bytes_read"] += run.nbytes
+
+    def _truncated(self, run: Run, at: int) -> TruncatedError:
+        cut = next((e for e in run.entries if e.offset + e.nbytes > at), run.entries[-1])
+        return TruncatedError(
+            "the file ends inside an expert",
+            path=self.path,
+            tensor=cut.name,
+            expected=f"{run.nbytes} bytes at offset {run.offset}",
+            found=f"{max(0, at - run.offset)} bytes",
+        )
+
+    def _failed(self, entry: TensorEntry, error: OSError) -> ExpertReadError:
+        return ExpertReadError(path=self.path, tensor=entry.name, found=error.strerror)
+
+
+@dataclass(order=True)
+class _Job:
+    """A fill in the queue: by purpose, then in order of arrival."""
+
+    purpose: Purpose
+    number: int
+    fill: Fill = field(compare=False)
+    done: Done = field(compare=False)
+
+
+class HostTransport:
+    """Fills slots in host memory: worker threads that each read one expert after the other.
+
+    Parameters
+    ----------
+    reader : closed with the transport; with ``threads`` bounces
+    threads : reads at a time
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, reader: ExpertReader, slots: Slots, *, threads: int
+    ) -> None:
+        self._catalogue = catalogue
+        self._reader = reader
+        self._slots = slots
+        self._ready = threading.Condition()
+        self._queue: list[_Job] = []
+        self._waiting: dict[Key, _Job] = {}
+        self._arrivals = count()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"ds4q-read-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, fills: Sequence[Fill], done: Done) -> None:
+        """See ``Transport``; ``TransportClosedError`` after ``close``."""
+        with self._ready:
+            if self._closed:
+                raise TransportClosedError(path=self._reader.path)
+            for fill in fills:
+                job = _Job(fill.purpose, next(self._arrivals), fill, done)
+                self._waiting[fill.key] = job
+                heapq.heappush(self._queue, job)
+            self._ready.notify(len(fills))
+
+    def hasten(self, key: Key) -> None:
+        """See ``Transport``; nothing happens where the read has begun."""
+        with self._ready:
+            job = self._waiting.get(key)
+            if job is not None and job.purpose != Purpose.DEMAND:
+                job.purpose = Purpose.DEMAND
+                heapq.heapify(self._queue)
+
+    def counters(self) -> dict[str, int]:
+        """Those of the reader."""
+        return self._reader.counters()
+
+    def close(self) -> None:
+        """See ``Transport``. May be called again."""
+        with self._ready:
+            self._closed = True
+            refused, self._queue = self._queue, []
+            self._waiting.clear()
+            self._ready.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for job in refused:
+            job.done(job.fill, TransportClosedError(path=self._reader.path))
+        self._reader.close()
+
+    def _work(self) -> None:
+        while True:
+            with self._ready:
+                self._ready.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return
+                job = heapq.heappop(self._queue)
+                self._waiting.pop(job.fill.key, None)
+            error: BaseException | None = None
+            try:
+                record = self._catalogue[job.fill.key]
+                self._reader.read(record, *self._slots.views(record, job.fill.slot))
+            except BaseException as raised:
+                error = raised
+            job.done(job.fill, error)
+
+
+def _views(record: Record, staging: U8) -> Parts:
+    """Gate, up and down one after the other from the beginning of ``staging``."""
+    up, down, end = (
+        record.gate.nbytes,
+        record.gate.nbytes + record.up.nbytes,
+        record.nbytes,
+    )
+    return staging[:up], staging[up:down], staging[down:end]
