@@ -3,8 +3,10 @@
 //
 // Built for the decoders of the routed experts' gate and up (DS4Q_GATE), of their down (DS4Q_DOWN)
 // and of the shared expert's three (DS4Q_SHARED_EXPERT); 0: each matrix says its own, with the same
-// bits. experts [E][gate, up, down], all of one shape; shared [3] or null; ids [T][k], -1: no expert;
-// k <= 31. Activations are 16-byte aligned, rows of weights lie anywhere. Sums as ds4q_dot.h defines.
+// bits. experts [E][gate, up, down], all of one shape; shared [3] or null; ids [T][k], -1: no expert,
+// less: another launch's, which leaves what it has there; k <= 31. A grid of k in place of k + 1 leaves
+// the shared expert's alone, too. Activations are 16-byte aligned, rows of weights lie anywhere. Sums
+// as ds4q_dot.h defines.
 //
 // moe_gate_up: grid (ceil(width / 24), k + 1, T), block 192, LDS 47616 or 0. A block shares the width's
 //   rows with the others of its slot. hidden [T][k + 1][width] = silu(min(g, limit)) *
@@ -139,7 +141,7 @@ DS4Q_KERNEL_OF(MOE_RESIDENT, moe_gate_up, DS4Q_THREADS,
   DS4Q_SHARED(ds4q_u8, lds, DS4Q_SHARED_BYTES);
   int slot = (int)ds4q_block_y(), token = (int)ds4q_block_z();
   int width = experts->rows, id = slot < k ? ids[token * k + slot] : 0;
-  if (slot == k && !shared) return;
+  if ((slot == k && !shared) || id < -1) return;
   moe_run run = moe_run_of(width);
   int first = run.first, rows = run.rows;
   const float* from = x + (ds4q_u64)token * experts->cols;
@@ -208,6 +210,7 @@ DS4Q_KERNEL_OF(MOE_RESIDENT, moe_down, DS4Q_THREADS,
   int slot = (int)ds4q_block_y(), token = (int)ds4q_block_z();
   int rows = experts[2].rows, cols = experts[2].cols;
   int id = slot < k ? ids[token * k + slot] : shared ? 0 : -1;
+  if (id < -1) return;
   moe_run run = moe_run_of(rows);
   ds4q_u64 place = (ds4q_u64)token * (k + 1) + slot;
   float* out = parts + place * rows + run.first;

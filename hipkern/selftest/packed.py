@@ -220,6 +220,43 @@ def _moe(label: str, decoder: int, forms: Sequence[Format]) -> list[Case]:
     ]
 
 
+def _moe_bands() -> list[Case]:
+    """The two kernels by launches that share the experts: what each leaves alone stays."""
+    form, (rows, cols) = MULTIPLIED[0], (32, 2048)
+    ids = _ids(EXPERTS)
+    tokens, defines = len(ids), {"DS4Q_GATE": ANY, "DS4Q_DOWN": ANY, "DS4Q_SHARED_EXPERT": ANY}
+
+    def bands(rig: Rig) -> list[tuple[int, int]]:
+        """Addresses of a band's ids, and launched slots: the shared expert's is the first's."""
+        first = np.where(ids < 2, ids, -2)
+        second = np.where((ids < 2) | (ids > 3), -2, ids)  # nobody has expert 4: it stays unwritten
+        return [(rig.put(first), CHOSEN + 1), (rig.put(second), CHOSEN)]
+
+    def gate_up(rig: Rig) -> None:
+        routed, shared = _experts(rig, [form] * EXPERTS, rows, cols)
+        x = rig.put(rig.inputs.values(tokens, cols, scale=2.0**-5))
+        made = rig.output(4 * tokens * (CHOSEN + 1) * rows)
+        x_blocks = matrix.gate_up_grid(rows, CHOSEN, tokens)[0]
+        for at, slots in bands(rig):
+            arguments = routed, shared, at, x, made, _LIMIT, CHOSEN, tokens
+            rig.launch((x_blocks, slots, tokens), *arguments)
+
+    def down(rig: Rig) -> None:
+        routed, shared = _experts(rig, [form] * EXPERTS, rows, cols)
+        weights = rig.put(rig.inputs.values(tokens, CHOSEN))
+        hidden = rig.put(rig.inputs.values(tokens, CHOSEN + 1, cols, scale=4.0))
+        made = rig.output(4 * tokens * (CHOSEN + 1) * rows)
+        x_blocks = matrix.down_grid(rows, CHOSEN, tokens)[0]
+        for at, slots in bands(rig):
+            arguments = routed, shared, at, weights, hidden, made, CHOSEN, tokens
+            rig.launch((x_blocks, slots, tokens), *arguments)
+
+    return [
+        Case("moe.hip", "moe_gate_up", gate_up, "bands", defines),
+        Case("moe.hip", "moe_down", down, "bands", defines),
+    ]
+
+
 def packed_cases() -> list[Case]:
     """Every kernel that reads packed weights, with every type or decoder."""
     made = [_decode(form, "decode_f32", 4) for form in FORMATS]
@@ -228,4 +265,4 @@ def packed_cases() -> list[Case]:
     made += [_linear(form, tokens) for tokens in (1, 9) for form in MULTIPLIED]
     for form in MULTIPLIED:
         made += _moe(form.label, form.decoder, [form] * EXPERTS)
-    return made + _moe("any", ANY, MULTIPLIED)
+    return [*made, *_moe("any", ANY, MULTIPLIED), *_moe_bands()]

@@ -201,6 +201,49 @@ def test_bits_do_not_depend_on_the_batch(rig: Rig) -> None:
             np.testing.assert_array_equal(found[part], want)
 
 
+def test_launches_for_bands_of_experts_give_the_bits_of_one_launch(rig: Rig) -> None:
+    """Ids below -1 leave what another launch has made; -1 is zeros in whichever has it."""
+    rng, form, k, tokens = np.random.default_rng(12), FORMS["HFP4G32"], 3, 5
+    experts, shared = [_expert(form, rng) for _ in range(4)], _expert(form, rng)
+    ids = rng.permuted(np.tile(np.arange(-1, 4), (tokens, 1)), axis=1)[:, :k].astype(np.int32)
+    assert (ids == -1).any()
+    weights = rig.put(rng.uniform(0.1, 1, ids.shape).astype(np.float32))
+    x = rig.put((rng.standard_normal((tokens, D)) * 0.1).astype(np.float32))
+    table = rig.table(_structs(rig, experts, D, WIDTH))
+    third = rig.table(_structs(rig, [shared], D, WIDTH))
+    defines = {"DS4Q_GATE": 21, "DS4Q_DOWN": 21, "DS4Q_SHARED_EXPERT": 21}
+    unwritten = np.full((tokens, k + 1, max(D, WIDTH)), np.nan, np.float32)
+
+    def run(*bands: tuple[np.ndarray, int]) -> list[F32]:
+        """Hidden values and parts after launches for (ids, slots)."""
+        hidden, parts = rig.put(unwritten), rig.put(unwritten)
+        for band, slots in bands:
+            at = rig.put(band)
+            grid = matrix.gate_up_grid(WIDTH, k, tokens)[0], slots, tokens
+            arguments = table, third, at, x, hidden, LIMIT, k, tokens
+            rig.run("moe.hip", "moe_gate_up", grid, *arguments, **defines)
+            grid = matrix.down_grid(D, k, tokens)[0], slots, tokens
+            arguments = table, third, at, weights, hidden, parts, k, tokens
+            rig.run("moe.hip", "moe_down", grid, *arguments, **defines)
+        return [rig.get(hidden, (tokens, k + 1, WIDTH)), rig.get(parts, (tokens, k + 1, D))]
+
+    alone = np.full_like(ids, -2)
+    low, high = np.where(ids < 2, ids, -2), np.where(ids < 2, -2, ids)
+    whole = run((ids, k + 1))
+    assert all(np.isfinite(part).all() for part in whole)
+    for cut in (
+        [(low, k + 1), (high, k)],
+        [(high, k), (low, k + 1)],
+        [(alone, k + 1), (low, k), (high, k)],
+    ):
+        for found, wanted in zip(run(*cut), whole, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    for found in run((low, k)):
+        assert np.isnan(found[:, k]).all()
+        assert np.isnan(found[:, :k][ids > 1]).all()
+        assert not np.isnan(found[:, :k][ids < 2]).any()
+
+
 # The indexed vectors: 4 experts, K = 256, 8 rows whose bytes come from a 64-bit xorshift.
 HEADERS = ("3a00", "3acd", "3b9a", "3c33")
 DIGESTS = (
