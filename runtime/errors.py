@@ -207,3 +207,43 @@ class FillTransformError(RunError):
 
     rule = "an expert cannot be cut this way"
     cure = "use a number of ranks that divides the expert's width into whole blocks"
+
+
+class AdapterError(RunError, ValueError):
+    """An expert predictor that cannot be read, used here, or fitted."""
+
+    rule = "expert predictor cannot be used"
+    cure = "train one: ds4q adapter train TRACE -o FILE"
+
+
+class RouterError(LogitsError):
+    """A router's logits are not finite: which experts it wants is not told."""
+
+    rule = "a router's logits are not finite"
+
+
+class OwnershipError(RunError, ValueError):
+    """A rank that there is not."""
+
+    rule = "no such rank"
+
+
+class ExpertRangeError(RunError, ValueError):
+    """A router chose an expert or a layer that the model does not have."""
+
+    rule = "expert id out of range"
+    cure = "verify the artifact (ds4q verify FILE.hfq --source CHECKPOINT)"
+
+
+class BandError(RunError, ValueError):
+    """More distinct experts are asked for at once than a layer has slots."""
+
+    rule = "more distinct experts than slots"
+    cure = "ask for fewer at a time, or give a larger --expert-cache"
+
+
+class SlotTimeoutError(RunError):
+    """All slots that could serve a dispatch stayed in use."""
+
+    rule = "no slot has become free"
+    cure = "release leases earlier, or give a larger --expert-cache"
