@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds4q.artifact.hfq import TensorEntry
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.experts.resident import check_gate_and_up
 from ds4q.runtime.source import Tensors
+
+if TYPE_CHECKING:
+    from ds4q.runtime.experts.transform import ExpertFillTransform
 
 ALIGN = 256  # of slots and of the matrices in them
 
@@ -76,24 +79,38 @@ class Catalogue:
     ----------
     tensors : binds the decode tables of the experts, by global id; they stay bound
     path : named in errors
+    transform : how slots come to hold something else than the file; None: they hold the same bytes
 
     Attributes
     ----------
-    records : by layer, then by expert
+    records : by layer, then by expert, as they lie in the file
+    packed : the same, as slots hold them
     geometry : by layer
 
     Raises
     ------
     ModelTensorError, BackendTypeError : an expert that cannot be run
+    FillTransformError : an expert that cannot be transformed
     """
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, *, path: object = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        *,
+        path: object = None,
+        transform: ExpertFillTransform | None = None,
+    ) -> None:
         self.path = path
+        self.transform = transform
         self.records = tuple(
             _layer_records(config, tensors, layer, path)
             for layer in range(config.num_hidden_layers)
         )
-        self.geometry = tuple(_geometry(layer) for layer in self.records)
+        self.packed = self.records
+        if transform is not None:
+            self.packed = tuple(tuple(map(transform.packed, layer)) for layer in self.records)
+        self.geometry = tuple(_geometry(layer) for layer in self.packed)
 
     def __getitem__(self, key: Key) -> Record:
         return self.records[key.layer][key.expert]
@@ -122,7 +139,7 @@ class Catalogue:
         """Bytes that ``slots`` slots a layer hold beyond what its mean expert needs."""
         return sum(
             slots * geometry.nbytes - slots * sum(r.nbytes for r in layer) // len(layer)
-            for geometry, layer in zip(self.geometry, self.records, strict=True)
+            for geometry, layer in zip(self.geometry, self.packed, strict=True)
         )
 
 

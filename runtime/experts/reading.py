@@ -29,10 +29,9 @@ from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.runtime.errors import ExpertReadError, TransportClosedError
 from ds4q.runtime.experts.catalogue import Catalogue, Key, Record
 from ds4q.runtime.experts.digests import Digests
+from ds4q.runtime.experts.transform import ExpertFillTransform, Parts
 
 U8 = npt.NDArray[np.uint8]
-Parts = tuple[U8, U8, U8]  # gate, up, down
-
 PAGE = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
 _PROBES = 16  # pages of an expert that must all be cached for a buffered read
 _GOLDEN = 0.6180339887498949
@@ -70,8 +69,8 @@ class Transport(Protocol):
         slot and checked, or with the error. It must not raise.
         """
 
-    def hasten(self, key: Key) -> None:
-        """A queued fill of ``key`` is now waited for: serve it as a demand."""
+    def hurry(self, keys: Sequence[Key]) -> None:
+        """Fills of ``keys`` that are still queued are now waited for: serve them as demands."""
 
     def counters(self) -> dict[str, int]:
         """Reads, bytes and what else this transport counts."""
@@ -176,9 +175,18 @@ class ExpertReader:
         self._lock = threading.Lock()
         self._latencies = Latencies()
         self._counts = dict.fromkeys(
-            ("reads", "bytes_read", "reads_direct", "reads_buffered", "direct_refused"), 0
+            (
+                "reads",
+                "bytes_read",
+                "reads_direct",
+                "reads_buffered",
+                "direct_refused",
+                "reads_checked",
+            ),
+            0,
         )
         self._turn = count()
+        self._refused = False  # O_DIRECT
         self._direct = self._buffered = self._probe = -1
         try:
             self._buffered = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -207,7 +215,7 @@ class ExpertReader:
         """
         started = time.perf_counter()
         parts = (gate, up, down)
-        if self._direct < 0 or self._cached(record):
+        if self._refused or self._cached(record):
             self._read_buffered(record, parts)
         else:
             bounce = self._bounces.get()
@@ -235,7 +243,7 @@ class ExpertReader:
         as ``read``
         """
         started = time.perf_counter()
-        if self._direct < 0 or self._cached(record):
+        if self._refused or self._cached(record):
             parts = _views(record, staging)
             self._read_buffered(record, parts)
         else:
@@ -247,7 +255,6 @@ class ExpertReader:
         """Reads, their bytes and how they were made; durations in microseconds."""
         with self._lock:
             return self._counts | {
-                "reads_checked": 0 if self._digests is None else self._counts["reads"],
                 "read_us": round(self._latencies.total_s * 1e6),
                 "read_p50_us": self._latencies.percentile_us(50),
                 "read_p99_us": self._latencies.percentile_us(99),
@@ -272,11 +279,12 @@ class ExpertReader:
     def _refuse_direct(self) -> None:
         with self._lock:
             self._counts["direct_refused"] += 1
-            if not self.notes:
+            if not self._refused:
                 self.notes.append(
-                    f"{self.path}: the file system refuses O_DIRECT; cold experts are read "
-                    "through the page cache"
+                    f"{self.path}: the file system refuses O_DIRECT; experts that are not in the "
+                    "page cache are read through it"
                 )
+            self._refused = True
 
     def _close_files(self) -> None:
         for fd in (self._buffered, self._direct, self._probe):
@@ -290,19 +298,19 @@ class ExpertReader:
         They are other pages every time, since asking for one that is not there fetches it. A file
         system that cannot tell is read through the page cache.
         """
-        first, *_, last = sorted(record.entries, key=lambda entry: entry.offset)
-        span = last.offset + last.nbytes - first.offset
+        whole = list(runs(record))
+        span = whole[-1].offset + whole[-1].nbytes - whole[0].offset
         turn, byte = next(self._turn), bytearray(1)
         for probe in range(_PROBES):
-            place = ((turn * _PROBES + probe) * _GOLDEN) % 1.0
+            place = whole[0].offset + int((turn * _PROBES + probe) * _GOLDEN % 1.0 * span)
             try:
-                os.preadv(self._probe, [byte], first.offset + int(place * span), os.RWF_NOWAIT)
+                os.preadv(self._probe, [byte], place, os.RWF_NOWAIT)
             except BlockingIOError:
                 return False
             except OSError as error:
                 if error.errno in _REFUSALS:
                     return True
-                raise self._failed(first, error) from error
+                raise self._failed(whole[0], error) from error
         return True
 
     def _read_buffered(self, record: Record, parts: Parts) -> None:
@@ -311,9 +319,7 @@ class ExpertReader:
             left = [where[entry].data for entry in run.entries]
             at = run.offset
             while left:
-                n = self._preadv(self._buffered, left, at, run)
-                if n == 0:
-                    raise self._truncated(run, at)
+                n = self._preadv_buffered(left, at, run)
                 at += n
                 while left and n >= len(left[0]):
                     n -= len(left.pop(0))
@@ -329,48 +335,45 @@ class ExpertReader:
             start, nbytes = run.aligned
             window = staging[at : at + nbytes]
             try:
-                self._fill_direct(run, window.data, start)
+                have = os.preadv(self._direct, [window.data], start)
             except OSError as error:
                 if error.errno not in _REFUSALS:
-                    raise self._failed(run.entries[0], error) from error
+                    raise self._failed(run, error) from error
                 self._refuse_direct()
-                parts = _views(record, staging)
-                self._read_buffered(record, parts)
-                return parts
-            self._count("reads_direct", run)
+                have = 0
+            # What is missing ends the file, or lies behind a sector that cannot be read: read
+            # another way, it says which.
+            wanted = run.offset + run.nbytes - start
+            kind = "reads_direct" if have >= wanted else "reads_buffered"
+            while have < wanted:
+                have += self._preadv_buffered([window[have:wanted].data], start + have, run)
+            self._count(kind, run)
             for entry in run.entries:
                 lead = entry.offset - start
                 found[entry] = window[lead : lead + entry.nbytes]
             at += nbytes
         return found[record.gate], found[record.up], found[record.down]
 
-    def _fill_direct(self, run: Run, window: memoryview, start: int) -> None:
-        """Fill ``window`` from ``start`` on, at least to the end of ``run``."""
-        wanted = run.offset + run.nbytes - start
-        have = 0
-        while have < wanted:
-            n = os.preadv(self._direct, [window[have:]], start + have)
-            if have + n >= wanted:
-                return
-            # A read ends inside a page only at the end of the file: what it brought of that page
-            # is read again, and bringing no whole page more means that nothing more is there.
-            if n < PAGE:
-                raise self._truncated(run, start + have + n)
-            have += n // PAGE * PAGE
-
-    def _preadv(self, fd: int, views: Sequence[memoryview], offset: int, run: Run) -> int:
+    def _preadv_buffered(self, views: Sequence[memoryview], offset: int, run: Run) -> int:
+        """Bytes read, at least one."""
         try:
-            return os.preadv(fd, views, offset)
+            n = os.preadv(self._buffered, views, offset)
         except OSError as error:
-            raise self._failed(run.entries[0], error) from error
+            raise self._failed(run, error) from error
+        if n == 0:
+            raise self._truncated(run, offset)
+        return n
 
     # ------------------------------------------------------------------ what became of it
 
     def _finish(self, record: Record, parts: Parts, started: float) -> None:
+        checked = 0
         if self._digests is not None:
             for entry, part in zip(record.entries, parts, strict=True):
                 self._digests.check(entry, part)
+            checked = sum(1 for _ in runs(record))
         with self._lock:
+            self._counts["reads_checked"] += checked
             self._latencies.add(time.perf_counter() - started)
 
     def _count(self, kind: str, run: Run) -> None:
@@ -389,8 +392,8 @@ class ExpertReader:
             found=f"{max(0, at - run.offset)} bytes",
         )
 
-    def _failed(self, entry: TensorEntry, error: OSError) -> ExpertReadError:
-        return ExpertReadError(path=self.path, tensor=entry.name, found=error.strerror)
+    def _failed(self, run: Run, error: OSError) -> ExpertReadError:
+        return ExpertReadError(path=self.path, tensor=run.entries[0].name, found=error.strerror)
 
 
 @dataclass(order=True)
@@ -406,9 +409,12 @@ class _Job:
 class HostTransport:
     """Fills slots in host memory: worker threads that each read one expert after the other.
 
+    Where the catalogue has a transform, an expert is read whole into a thread's own buffer, checked
+    there, and transformed into its slot.
+
     Parameters
     ----------
-    reader : closed with the transport; with ``threads`` bounces
+    reader : closed with the transport; with ``threads`` bounces where there is no transform
     threads : reads at a time
     """
 
@@ -423,6 +429,7 @@ class HostTransport:
         self._waiting: dict[Key, _Job] = {}
         self._arrivals = count()
         self._closed = False
+        self._counts = dict.fromkeys(("fills_transformed", "transform_us", "bytes_written"), 0)
         self._threads = [
             threading.Thread(target=self._work, name=f"ds4q-read-{n}", daemon=True)
             for n in range(threads)
@@ -441,17 +448,18 @@ class HostTransport:
                 heapq.heappush(self._queue, job)
             self._ready.notify(len(fills))
 
-    def hasten(self, key: Key) -> None:
+    def hurry(self, keys: Sequence[Key]) -> None:
         """See ``Transport``; nothing happens where the read has begun."""
         with self._ready:
-            job = self._waiting.get(key)
-            if job is not None and job.purpose != Purpose.DEMAND:
-                job.purpose = Purpose.DEMAND
-                heapq.heapify(self._queue)
+            for key in keys:
+                if key in self._waiting:
+                    self._waiting[key].purpose = Purpose.DEMAND
+            heapq.heapify(self._queue)
 
     def counters(self) -> dict[str, int]:
-        """Those of the reader."""
-        return self._reader.counters()
+        """Those of the reader, and what was written into slots."""
+        with self._ready:
+            return self._reader.counters() | self._counts
 
     def close(self) -> None:
         """See ``Transport``. May be called again."""
@@ -467,6 +475,8 @@ class HostTransport:
         self._reader.close()
 
     def _work(self) -> None:
+        transform = self._catalogue.transform
+        staging = None if transform is None else aligned_buffer(self._reader.staging_bytes)
         while True:
             with self._ready:
                 self._ready.wait_for(lambda: self._queue or self._closed)
@@ -476,11 +486,27 @@ class HostTransport:
                 self._waiting.pop(job.fill.key, None)
             error: BaseException | None = None
             try:
-                record = self._catalogue[job.fill.key]
-                self._reader.read(record, *self._slots.views(record, job.fill.slot))
+                self._fill(job.fill, transform, staging)
             except BaseException as raised:
                 error = raised
             job.done(job.fill, error)
+
+    def _fill(self, fill: Fill, transform: ExpertFillTransform | None, staging: U8 | None) -> None:
+        layer, expert = fill.key
+        record = self._catalogue.records[layer][expert]
+        written = self._slots.views(self._catalogue.packed[layer][expert], fill.slot)
+        took = 0.0
+        if transform is None or staging is None:
+            self._reader.read(record, *written)
+        else:
+            read = self._reader.stage(record, staging)
+            started = time.perf_counter()
+            transform.apply(record, read, written)
+            took = time.perf_counter() - started
+        with self._ready:
+            self._counts["bytes_written"] += sum(part.nbytes for part in written)
+            self._counts["fills_transformed"] += transform is not None
+            self._counts["transform_us"] += round(took * 1e6)
 
 
 def _views(record: Record, staging: U8) -> Parts:

@@ -1,0 +1,553 @@
+"""Reading experts: every byte in its place, however the kernel serves it, or one clear error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xxhash
+
+from ds4q.artifact.errors import ChangedError, TruncatedError
+from ds4q.artifact.hfq import Reader
+from ds4q.runtime.config import parse_config
+from ds4q.runtime.errors import ExpertDigestError, ExpertReadError, TransportClosedError
+from ds4q.runtime.experts import reading
+from ds4q.runtime.experts.catalogue import Catalogue, Key, Record
+from ds4q.runtime.experts.digests import Digests
+from ds4q.runtime.experts.reading import (
+    ExpertReader,
+    Fill,
+    HostTransport,
+    Latencies,
+    Parts,
+    Purpose,
+    aligned_buffer,
+    runs,
+)
+from ds4q.runtime.source import Tensors
+from tests.artifact.build import File, Tensor
+from tests.checks import check_refused
+
+U8 = npt.NDArray[np.uint8]
+ORDERS = {
+    "one run": ("w2", "w1", "w3"),
+    "a stranger behind the first": ("w1", "-", "w3", "w2"),
+    "strangers between all": ("w3", "-", "w1", "-", "w2"),
+}
+ROWS = {"w1": 1501, "w3": 2003, "w2": 3011, "-": 7}  # nothing begins or ends at a page
+Read = Callable[[ExpertReader, Record], Parts]
+PREADV = os.preadv
+
+
+@pytest.fixture(params=list(ORDERS))
+def artifact(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Three experts of three odd tensors, and others in between; the last ends the file."""
+    rng = np.random.default_rng(5)
+    tensors = [
+        Tensor(f"{expert}.{role}.{n}", 1, (ROWS[role],), 0, rng.bytes(2 * ROWS[role]))
+        for expert in range(3)
+        for n, role in enumerate(ORDERS[request.param])
+    ]
+    return File(tensors).write(tmp_path)
+
+
+def records(reader: Reader) -> list[Record]:
+    """The experts of ``artifact``."""
+    by_role = {
+        tuple(name.split(".")[:2]): entry
+        for name, entry in reader.tensors.items()
+        if "-" not in name
+    }
+    return [
+        Record(Key(0, e), *(by_role[str(e), role] for role in ("w1", "w3", "w2"))) for e in range(3)
+    ]
+
+
+def read_parts(reader: ExpertReader, record: Record) -> Parts:
+    gate, up, down = (np.full(entry.nbytes, 255, np.uint8) for entry in record.entries)
+    reader.read(record, gate, up, down)
+    return gate, up, down
+
+
+def stage_parts(reader: ExpertReader, record: Record) -> Parts:
+    return reader.stage(record, aligned_buffer(reader.staging_bytes))
+
+
+READS = pytest.mark.parametrize("read", [read_parts, stage_parts], ids=["read", "stage"])
+CACHED = pytest.mark.parametrize("cached", [True, False], ids=["cached", "cold"])
+
+
+def says(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """The page cache holds all or nothing, whatever it really holds."""
+    monkeypatch.setattr(ExpertReader, "_cached", lambda self, record: cached)
+
+
+def check_bytes(parts: Parts, record: Record, reader: Reader) -> None:
+    for part, entry in zip(parts, record.entries, strict=True):
+        assert part.tobytes() == reader.read(entry.name).tobytes(), entry.name
+
+
+@READS
+@CACHED
+def test_every_byte_is_in_its_place(
+    artifact: Path, read: Read, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, cached)
+    with Reader(artifact) as reader:
+        found = records(reader)
+        experts = ExpertReader(reader, found, bounces=1)
+        for record in reversed(found):
+            check_bytes(read(experts, record), record, reader)
+        counts = experts.counters()
+        experts.close()
+    n = sum(len(list(runs(record))) for record in found)
+    assert counts["reads"] == n
+    assert counts["bytes_read"] == sum(record.nbytes for record in found)
+    if cached:
+        assert counts["reads_buffered"] == n
+    elif not counts["direct_refused"]:  # the file system of tmp_path may be memory
+        assert counts["reads_direct"] == n
+
+
+def test_an_expert_in_one_piece_is_one_read(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def counted(fd: int, buffers: Sequence[Any], offset: int, *flags: int) -> int:
+        calls.append((offset, sum(map(len, buffers))))
+        return PREADV(fd, buffers, offset, *flags)
+
+    with Reader(artifact) as reader:
+        record = records(reader)[1]
+        experts = ExpertReader(reader, [record], bounces=1)
+        for cached in (True, False):
+            says(monkeypatch, cached)
+            calls.clear()
+            monkeypatch.setattr(os, "preadv", counted)
+            read_parts(experts, record)
+            monkeypatch.setattr(os, "preadv", PREADV)
+            whole = list(runs(record))
+            assert (len(whole) == 1) == record.one_run
+            wanted = [(r.offset, r.nbytes) if cached else r.aligned for r in whole]
+            assert calls == wanted
+        experts.close()
+
+
+@READS
+@CACHED
+def test_short_reads_go_on(
+    artifact: Path, read: Read, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may return fewer bytes than it was asked for, and is asked for the rest."""
+    says(monkeypatch, cached)
+    lengths = random.Random(3)
+
+    def short(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        n = min(lengths.randrange(1, 3000), sum(map(len, buffers)))
+        data = os.pread(path_fd, n, offset)
+        for buffer in buffers:
+            part, data = data[: len(buffer)], data[len(buffer) :]
+            buffer[: len(part)] = part
+        return n
+
+    path_fd = os.open(artifact, os.O_RDONLY)
+    with Reader(artifact) as reader:
+        found = records(reader)
+        experts = ExpertReader(reader, found, bounces=1)
+        for record in found[:2]:
+            monkeypatch.setattr(os, "preadv", short)
+            parts = read(experts, record)
+            monkeypatch.setattr(os, "preadv", PREADV)
+            check_bytes(parts, record, reader)
+        experts.close()
+    os.close(path_fd)
+
+
+@READS
+@CACHED
+def test_a_file_that_is_cut_while_open(
+    artifact: Path, read: Read, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, cached)
+    with Reader(artifact) as reader:
+        found = records(reader)
+        experts = ExpertReader(reader, found, bounces=1)
+        last = max(found[2].entries, key=lambda entry: entry.offset)
+        os.truncate(artifact, last.offset + 1000)
+        check_bytes(read(experts, found[1]), found[1], reader)
+        check_refused(
+            TruncatedError,
+            lambda: read(experts, found[2]),
+            path=artifact,
+            tensor=last.name,
+            says=["1000 bytes" if len(list(runs(found[2]))) == 3 else "bytes at offset"],
+        )
+        os.truncate(artifact, 100)
+        check_refused(TruncatedError, lambda: read(experts, found[0]), path=artifact)
+        experts.close()
+
+
+@READS
+@CACHED
+def test_a_disk_that_fails(
+    artifact: Path, read: Read, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One clear error; the reader reads on where the disk does, with no buffer lost."""
+    says(monkeypatch, cached)
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Reader(artifact) as reader:
+        found = records(reader)
+        experts = ExpertReader(reader, found, bounces=1)
+        monkeypatch.setattr(os, "preadv", fails)
+        for _ in range(3):
+            check_refused(
+                ExpertReadError,
+                lambda: read(experts, found[0]),
+                path=artifact,
+                tensor=next(runs(found[0])).entries[0].name,
+                says=["Input/output error"],
+            )
+        monkeypatch.setattr(os, "preadv", PREADV)
+        check_bytes(read(experts, found[0]), found[0], reader)
+        experts.close()
+
+
+@READS
+@pytest.mark.parametrize("at_open", [True, False], ids=["at open", "at a read"])
+def test_a_file_system_without_direct_reads(
+    artifact: Path, read: Read, at_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, said once, and read through the page cache; another error at open is an error."""
+    says(monkeypatch, cached=False)
+    opened, real = set(), os.open
+
+    def refusing(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT and at_open:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fd = real(path, flags & ~os.O_DIRECT, *rest)
+        if flags & os.O_DIRECT:
+            opened.add(fd)
+        return fd
+
+    def preadv(fd: int, *rest: Any) -> int:
+        if fd in opened:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return PREADV(fd, *rest)
+
+    with Reader(artifact) as reader:
+        found = records(reader)
+        monkeypatch.setattr(os, "open", refusing)
+        experts = ExpertReader(reader, found, bounces=1)
+        monkeypatch.setattr(os, "preadv", preadv)
+        parts = [read(experts, record) for record in found]
+        monkeypatch.undo()
+        for part, record in zip(parts, found, strict=True):
+            check_bytes(part, record, reader)
+        counts = experts.counters()
+        assert counts["reads_direct"] == 0
+        assert counts["reads_buffered"] == counts["reads"] > 0
+        assert counts["direct_refused"] >= 1
+        assert len(experts.notes) == 1
+        assert "O_DIRECT" in experts.notes[0]
+        experts.close()
+
+
+def test_what_is_cached_is_found_out(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pages asked for are there: buffered. One is not: direct. Nobody can tell: buffered."""
+    asked: list[int] = []
+    missing: set[int] = set()
+    trouble: list[OSError] = []
+
+    def preadv(fd: int, buffers: Sequence[Any], offset: int, *flags: int) -> int:
+        if not flags:
+            return PREADV(fd, buffers, offset)
+        assert flags == (os.RWF_NOWAIT,)
+        assert sum(map(len, buffers)) == 1
+        asked.append(offset)
+        if trouble:
+            raise trouble[0]
+        if len(asked) in missing:
+            raise BlockingIOError(errno.EAGAIN, "not cached")
+        return 1
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with Reader(artifact) as reader:
+        record = records(reader)[1]
+        low = min(entry.offset for entry in record.entries)
+        high = max(entry.offset + entry.nbytes for entry in record.entries)
+        experts = ExpertReader(reader, [record], bounces=1)
+        n = len(list(runs(record)))
+
+        def kind() -> str:
+            before = experts.counters()
+            check_bytes(read_parts(experts, record), record, reader)
+            after = experts.counters()
+            direct = after["reads_direct"] - before["reads_direct"]
+            buffered = after["reads_buffered"] - before["reads_buffered"]
+            assert sorted((direct, buffered)) == [0, n]
+            return "direct" if direct else "buffered"
+
+        cold = "buffered" if experts.counters()["direct_refused"] else "direct"
+        assert kind() == "buffered"
+        assert len(set(asked)) > 12
+        assert all(low <= offset < high for offset in asked)
+        if cold == "direct":
+            first = list(asked)
+            asked.clear()
+            missing.add(9)
+            assert kind() == "direct"
+            assert len(asked) == 9  # the first that is missing decides
+            assert not set(asked) & set(first)  # asking brings pages in: ask for others
+            trouble.append(OSError(errno.EOPNOTSUPP, "not supported"))
+            assert kind() == "buffered"
+            trouble[0] = OSError(errno.EIO, "Input/output error")
+            check_refused(ExpertReadError, kind, path=artifact)
+        experts.close()
+
+
+@READS
+def test_altered_bytes_are_refused(artifact: Path, read: Read) -> None:
+    with Reader(artifact) as reader:
+        found = records(reader)
+        told = {name: xxhash.xxh3_128(reader.read(name).data).digest() for name in reader.tensors}
+        experts = ExpertReader(reader, found, digests=Digests(told, artifact), bounces=1)
+        check_bytes(read(experts, found[0]), found[0], reader)
+        once = experts.counters()
+        assert once["reads_checked"] == once["reads"] == len(list(runs(found[0])))
+        for entry in found[1].entries:
+            with artifact.open("r+b") as file:
+                file.seek(entry.offset + entry.nbytes - 1)
+                byte = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte[0] ^ 16]))
+            check_refused(
+                ExpertDigestError,
+                lambda: read(experts, found[1]),
+                path=artifact,
+                tensor=entry.name,
+                says=["ds4q verify"],
+            )
+            with artifact.open("r+b") as file:
+                file.seek(entry.offset + entry.nbytes - 1)
+                file.write(byte)
+        check_bytes(read(experts, found[1]), found[1], reader)
+        assert experts.counters()["reads_checked"] == 2 * once["reads"]
+        experts.close()
+
+
+def test_another_file_in_its_place_is_not_read(artifact: Path) -> None:
+    with Reader(artifact) as reader:
+        data = artifact.read_bytes()
+        artifact.rename(artifact.with_name("old.hfq"))
+        artifact.write_bytes(data)
+        check_refused(ChangedError, lambda: ExpertReader(reader, records(reader)), path=artifact)
+
+
+def test_latencies_are_told_to_within_five_percent() -> None:
+    latencies = Latencies()
+    assert latencies.percentile_us(50) == 0
+    durations = [i * 1e-5 for i in range(1, 10_001)]
+    for duration in durations:
+        latencies.add(duration)
+    assert latencies.percentile_us(50) == pytest.approx(50_000, rel=0.05)
+    assert latencies.percentile_us(99) == pytest.approx(99_000, rel=0.05)
+    assert latencies.percentile_us(100) >= 100_000
+    assert latencies.total_s == pytest.approx(sum(durations))
+    latencies.add(1e9)
+    assert latencies.percentile_us(100) > 500e6
+
+
+# ----------------------------------------------------------------------------- transport
+
+
+class HostSlots:
+    """A buffer for each (expert, slot) that is asked for."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[Key, int], Parts] = {}
+
+    def views(self, record: Record, slot: int) -> Parts:
+        gate, up, down = (np.zeros(entry.nbytes, np.uint8) for entry in record.entries)
+        return self.held.setdefault((record.key, slot), (gate, up, down))
+
+
+class Log:
+    """What ``done`` was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Fill, BaseException | None]] = []
+        self.threads: set[int] = set()
+        self._one = threading.Semaphore(0)
+
+    def __call__(self, fill: Fill, error: BaseException | None) -> None:
+        self.calls.append((fill, error))
+        self.threads.add(threading.get_ident())
+        self._one.release()
+
+    def wait(self, n: int) -> None:
+        for _ in range(n):
+            assert self._one.acquire(timeout=30)
+
+
+@pytest.fixture
+def tiny(tiny_path: Path) -> Iterator[tuple[Reader, Catalogue]]:
+    with Reader(tiny_path) as reader:
+        config = parse_config(reader.metadata["config"], path=tiny_path)
+        yield reader, Catalogue(config, Tensors(reader), path=tiny_path)
+
+
+def test_a_transport_fills_all_slots(tiny: tuple[Reader, Catalogue]) -> None:
+    reader, catalogue = tiny
+    before = set(os.listdir("/proc/self/fd"))
+    slots, log = HostSlots(), Log()
+    experts = ExpertReader(reader, catalogue, bounces=3)
+    transport = HostTransport(catalogue, experts, slots, threads=3)
+    fills = [Fill(record.key, n, Purpose.DEMAND) for n, record in enumerate(catalogue)]
+    random.Random(1).shuffle(fills)
+    for first in range(0, len(fills), 7):
+        transport.start(fills[first : first + 7], log)
+    log.wait(len(fills))
+    assert sorted(fill for fill, error in log.calls if error is None) == sorted(fills)
+    assert threading.get_ident() not in log.threads
+    for fill in fills:
+        check_bytes(slots.held[fill.key, fill.slot], catalogue[fill.key], reader)
+    assert transport.counters()["reads"] == len(fills)
+    assert transport.counters()["bytes_read"] == catalogue.file_bytes
+    transport.close()
+    transport.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert not [t for t in threading.enumerate() if t.name.startswith("ds4q-read")]
+    with pytest.raises(TransportClosedError):
+        transport.start(fills[:1], log)
+    assert len(log.calls) == len(fills)
+
+
+class Gate:
+    """Holds every read until it is let through; remembers the order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[Key] = []
+        self.entered = threading.Semaphore(0)
+        self.passing = threading.Semaphore(0)
+        monkeypatch.setattr(ExpertReader, "read", self._read)
+
+    def _read(self, record: Record, *parts: U8) -> None:
+        self.order.append(record.key)
+        self.entered.release()
+        assert self.passing.acquire(timeout=30)
+
+    def let(self, n: int) -> None:
+        for _ in range(n):
+            self.passing.release()
+
+
+def test_what_is_waited_for_is_read_first(
+    tiny: tuple[Reader, Catalogue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, catalogue = tiny
+    gate, log = Gate(monkeypatch), Log()
+    transport = HostTransport(catalogue, ExpertReader(reader, catalogue), HostSlots(), threads=1)
+    transport.start([Fill(Key(0, 0), 0, Purpose.WARM)], log)
+    assert gate.entered.acquire(timeout=30)
+    purposes = (
+        Purpose.WARM,
+        Purpose.SPECULATIVE,
+        Purpose.CERTAIN,
+        Purpose.DEMAND,
+        Purpose.DEMAND,
+        Purpose.WARM,
+    )
+    transport.start([Fill(Key(1, e), 0, p) for e, p in enumerate(purposes)], log)
+    transport.hurry([Key(1, 5), Key(0, 0), Key(3, 3)])
+    gate.let(7)
+    log.wait(7)
+    # Demands in the order of their arrival, also the one that became a demand later.
+    assert [key.expert for key in gate.order[1:]] == [3, 4, 5, 2, 1, 0]
+    transport.close()
+
+
+def test_closing_finishes_what_runs_and_refuses_what_waits(
+    tiny: tuple[Reader, Catalogue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, catalogue = tiny
+    gate, log = Gate(monkeypatch), Log()
+    transport = HostTransport(catalogue, ExpertReader(reader, catalogue), HostSlots(), threads=2)
+    fills = [Fill(Key(0, e), 0, Purpose.DEMAND) for e in range(6)]
+    transport.start(fills, log)
+    for _ in range(2):
+        assert gate.entered.acquire(timeout=30)
+    closing = threading.Thread(target=transport.close)
+    closing.start()
+    gate.let(2)
+    closing.join(30)
+    assert not closing.is_alive()
+    ended = {fill.key.expert: error for fill, error in log.calls}
+    assert len(log.calls) == 6
+    assert all(ended[e] is None for e in (0, 1))
+    assert all(isinstance(ended[e], TransportClosedError) for e in (2, 3, 4, 5))
+
+
+def test_errors_come_with_their_fill_and_the_threads_go_on(
+    tiny: tuple[Reader, Catalogue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, catalogue = tiny
+    says(monkeypatch, cached=True)
+    experts, slots, log = ExpertReader(reader, catalogue), HostSlots(), Log()
+    bad = catalogue[Key(1, 4)]
+
+    def preadv(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        if offset == next(runs(bad)).offset:
+            raise OSError(errno.EIO, "Input/output error")
+        return PREADV(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    transport = HostTransport(catalogue, experts, slots, threads=2)
+    fills = [Fill(record.key, 0, Purpose.DEMAND) for record in catalogue] * 2
+    transport.start(fills, log)
+    log.wait(len(fills))
+    transport.close()
+    failed = [(fill.key, type(error)) for fill, error in log.calls if error is not None]
+    assert failed == [(bad.key, ExpertReadError)] * 2
+
+
+def test_a_read_may_be_asked_for_when_another_is_done(tiny: tuple[Reader, Catalogue]) -> None:
+    reader, catalogue = tiny
+    transport = HostTransport(
+        catalogue, ExpertReader(reader, catalogue, bounces=1), HostSlots(), threads=1
+    )
+    log = Log()
+
+    def next_one(fill: Fill, error: BaseException | None) -> None:
+        log(fill, error)
+        if fill.key.expert < 3:
+            transport.start([fill._replace(key=Key(0, fill.key.expert + 1))], next_one)
+
+    transport.start([Fill(Key(0, 0), 0, Purpose.WARM)], next_one)
+    log.wait(4)
+    transport.close()
+    assert [(fill.key.expert, error) for fill, error in log.calls] == [(e, None) for e in range(4)]
+
+
+def test_one_run_in_any_order(artifact: Path) -> None:
+    with Reader(artifact) as reader:
+        for record in records(reader):
+            found = list(runs(record))
+            assert (len(found) == 1) == record.one_run
+            assert sum(run.nbytes for run in found) == record.nbytes
+            for run in found:
+                start, nbytes = run.aligned
+                assert start % reading.PAGE == nbytes % reading.PAGE == 0
+                assert start <= run.offset < start + reading.PAGE
+                assert 0 <= start + nbytes - (run.offset + run.nbytes) < reading.PAGE
