@@ -1,4 +1,5 @@
-"""Owns how experts' bytes get from the artifact into memory. Decides neither which nor where to.
+"""Owns how experts' bytes get from the artifact into memory. Decides neither which nor where to;
+the threads that do it are a transport's.
 
 An expert that is one run in the file is one read. Where the page cache holds it, the read is
 buffered and scatters into place; where it does not, it is an ``O_DIRECT`` read of the enclosing
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import errno
-import heapq
 import mmap
 import os
 import queue
@@ -17,7 +17,6 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import NamedTuple, Protocol
 
@@ -26,10 +25,10 @@ import numpy.typing as npt
 
 from ds4q.artifact.errors import ChangedError, TruncatedError
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.runtime.errors import ExpertReadError, TransportClosedError
-from ds4q.runtime.experts.catalogue import Catalogue, Key, Record
+from ds4q.runtime.errors import ExpertReadError
+from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
-from ds4q.runtime.experts.transform import ExpertFillTransform, Parts
+from ds4q.runtime.experts.transform import Parts
 
 U8 = npt.NDArray[np.uint8]
 PAGE = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
@@ -77,13 +76,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Finish the reads that run, refuse those that wait, free everything."""
-
-
-class Slots(Protocol):
-    """Where experts are kept in host memory."""
-
-    def views(self, record: Record, slot: int) -> Parts:
-        """Gate, up, down of a slot, each of exactly the tensor's length."""
 
 
 class Run(NamedTuple):
@@ -396,124 +388,7 @@ class ExpertReader:
         return ExpertReadError(path=self.path, tensor=run.entries[0].name, found=error.strerror)
 
 
-@dataclass(order=True)
-class _Job:
-    """A fill in the queue: by purpose, then in order of arrival."""
-
-    purpose: Purpose
-    number: int
-    fill: Fill = field(compare=False)
-    done: Done = field(compare=False)
-
-
-class HostTransport:
-    """Fills slots in host memory: worker threads that each read one expert after the other.
-
-    Where the catalogue has a transform, an expert is read whole into a thread's own buffer, checked
-    there, and transformed into its slot.
-
-    Parameters
-    ----------
-    reader : closed with the transport; with ``threads`` bounces where there is no transform
-    threads : reads at a time
-    """
-
-    def __init__(
-        self, catalogue: Catalogue, reader: ExpertReader, slots: Slots, *, threads: int
-    ) -> None:
-        self._catalogue = catalogue
-        self._reader = reader
-        self._slots = slots
-        self._ready = threading.Condition()
-        self._queue: list[_Job] = []
-        self._waiting: dict[Key, _Job] = {}
-        self._arrivals = count()
-        self._closed = False
-        self._counts = dict.fromkeys(("fills_transformed", "transform_us", "bytes_written"), 0)
-        self._threads = [
-            threading.Thread(target=self._work, name=f"ds4q-read-{n}", daemon=True)
-            for n in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def start(self, fills: Sequence[Fill], done: Done) -> None:
-        """See ``Transport``; ``TransportClosedError`` after ``close``."""
-        with self._ready:
-            if self._closed:
-                raise TransportClosedError(path=self._reader.path)
-            for fill in fills:
-                job = _Job(fill.purpose, next(self._arrivals), fill, done)
-                self._waiting[fill.key] = job
-                heapq.heappush(self._queue, job)
-            self._ready.notify(len(fills))
-
-    def hurry(self, keys: Sequence[Key]) -> None:
-        """See ``Transport``; nothing happens where the read has begun."""
-        with self._ready:
-            for key in keys:
-                if key in self._waiting:
-                    self._waiting[key].purpose = Purpose.DEMAND
-            heapq.heapify(self._queue)
-
-    def counters(self) -> dict[str, int]:
-        """Those of the reader, and what was written into slots."""
-        with self._ready:
-            return self._reader.counters() | self._counts
-
-    def close(self) -> None:
-        """See ``Transport``. May be called again."""
-        with self._ready:
-            self._closed = True
-            refused, self._queue = self._queue, []
-            self._waiting.clear()
-            self._ready.notify_all()
-        for thread in self._threads:
-            thread.join()
-        for job in refused:
-            job.done(job.fill, TransportClosedError(path=self._reader.path))
-        self._reader.close()
-
-    def _work(self) -> None:
-        transform = self._catalogue.transform
-        staging = None if transform is None else aligned_buffer(self._reader.staging_bytes)
-        while True:
-            with self._ready:
-                self._ready.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
-                    return
-                job = heapq.heappop(self._queue)
-                self._waiting.pop(job.fill.key, None)
-            error: BaseException | None = None
-            try:
-                self._fill(job.fill, transform, staging)
-            except BaseException as raised:
-                error = raised
-            job.done(job.fill, error)
-
-    def _fill(self, fill: Fill, transform: ExpertFillTransform | None, staging: U8 | None) -> None:
-        layer, expert = fill.key
-        record = self._catalogue.records[layer][expert]
-        written = self._slots.views(self._catalogue.packed[layer][expert], fill.slot)
-        took = 0.0
-        if transform is None or staging is None:
-            self._reader.read(record, *written)
-        else:
-            read = self._reader.stage(record, staging)
-            started = time.perf_counter()
-            transform.apply(record, read, written)
-            took = time.perf_counter() - started
-        with self._ready:
-            self._counts["bytes_written"] += sum(part.nbytes for part in written)
-            self._counts["fills_transformed"] += transform is not None
-            self._counts["transform_us"] += round(took * 1e6)
-
-
 def _views(record: Record, staging: U8) -> Parts:
     """Gate, up and down one after the other from the beginning of ``staging``."""
-    up, down, end = (
-        record.gate.nbytes,
-        record.gate.nbytes + record.up.nbytes,
-        record.nbytes,
-    )
-    return staging[:up], staging[up:down], staging[down:end]
+    up, down = record.gate.nbytes, record.gate.nbytes + record.up.nbytes
+    return staging[:up], staging[up:down], staging[down : record.nbytes]

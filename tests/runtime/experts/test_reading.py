@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,17 @@ import xxhash
 
 from ds4q.artifact.errors import ChangedError, TruncatedError
 from ds4q.artifact.hfq import Reader
-from ds4q.runtime.config import parse_config
-from ds4q.runtime.errors import ExpertDigestError, ExpertReadError, TransportClosedError
+from ds4q.runtime.errors import ExpertDigestError, ExpertReadError
 from ds4q.runtime.experts import reading
-from ds4q.runtime.experts.catalogue import Catalogue, Key, Record
+from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.reading import (
     ExpertReader,
-    Fill,
-    HostTransport,
     Latencies,
     Parts,
-    Purpose,
     aligned_buffer,
     runs,
 )
-from ds4q.runtime.source import Tensors
 from tests.artifact.build import File, Tensor
 from tests.checks import check_refused
 
@@ -367,177 +361,6 @@ def test_latencies_are_told_to_within_five_percent() -> None:
     assert latencies.total_s == pytest.approx(sum(durations))
     latencies.add(1e9)
     assert latencies.percentile_us(100) > 500e6
-
-
-# ----------------------------------------------------------------------------- transport
-
-
-class HostSlots:
-    """A buffer for each (expert, slot) that is asked for."""
-
-    def __init__(self) -> None:
-        self.held: dict[tuple[Key, int], Parts] = {}
-
-    def views(self, record: Record, slot: int) -> Parts:
-        gate, up, down = (np.zeros(entry.nbytes, np.uint8) for entry in record.entries)
-        return self.held.setdefault((record.key, slot), (gate, up, down))
-
-
-class Log:
-    """What ``done`` was called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Fill, BaseException | None]] = []
-        self.threads: set[int] = set()
-        self._one = threading.Semaphore(0)
-
-    def __call__(self, fill: Fill, error: BaseException | None) -> None:
-        self.calls.append((fill, error))
-        self.threads.add(threading.get_ident())
-        self._one.release()
-
-    def wait(self, n: int) -> None:
-        for _ in range(n):
-            assert self._one.acquire(timeout=30)
-
-
-@pytest.fixture
-def tiny(tiny_path: Path) -> Iterator[tuple[Reader, Catalogue]]:
-    with Reader(tiny_path) as reader:
-        config = parse_config(reader.metadata["config"], path=tiny_path)
-        yield reader, Catalogue(config, Tensors(reader), path=tiny_path)
-
-
-def test_a_transport_fills_all_slots(tiny: tuple[Reader, Catalogue]) -> None:
-    reader, catalogue = tiny
-    before = set(os.listdir("/proc/self/fd"))
-    slots, log = HostSlots(), Log()
-    experts = ExpertReader(reader, catalogue, bounces=3)
-    transport = HostTransport(catalogue, experts, slots, threads=3)
-    fills = [Fill(record.key, n, Purpose.DEMAND) for n, record in enumerate(catalogue)]
-    random.Random(1).shuffle(fills)
-    for first in range(0, len(fills), 7):
-        transport.start(fills[first : first + 7], log)
-    log.wait(len(fills))
-    assert sorted(fill for fill, error in log.calls if error is None) == sorted(fills)
-    assert threading.get_ident() not in log.threads
-    for fill in fills:
-        check_bytes(slots.held[fill.key, fill.slot], catalogue[fill.key], reader)
-    assert transport.counters()["reads"] == len(fills)
-    assert transport.counters()["bytes_read"] == catalogue.file_bytes
-    transport.close()
-    transport.close()
-    assert set(os.listdir("/proc/self/fd")) == before
-    assert not [t for t in threading.enumerate() if t.name.startswith("ds4q-read")]
-    with pytest.raises(TransportClosedError):
-        transport.start(fills[:1], log)
-    assert len(log.calls) == len(fills)
-
-
-class Gate:
-    """Holds every read until it is let through; remembers the order."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.order: list[Key] = []
-        self.entered = threading.Semaphore(0)
-        self.passing = threading.Semaphore(0)
-        monkeypatch.setattr(ExpertReader, "read", self._read)
-
-    def _read(self, record: Record, *parts: U8) -> None:
-        self.order.append(record.key)
-        self.entered.release()
-        assert self.passing.acquire(timeout=30)
-
-    def let(self, n: int) -> None:
-        for _ in range(n):
-            self.passing.release()
-
-
-def test_what_is_waited_for_is_read_first(
-    tiny: tuple[Reader, Catalogue], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, catalogue = tiny
-    gate, log = Gate(monkeypatch), Log()
-    transport = HostTransport(catalogue, ExpertReader(reader, catalogue), HostSlots(), threads=1)
-    transport.start([Fill(Key(0, 0), 0, Purpose.WARM)], log)
-    assert gate.entered.acquire(timeout=30)
-    purposes = (
-        Purpose.WARM,
-        Purpose.SPECULATIVE,
-        Purpose.CERTAIN,
-        Purpose.DEMAND,
-        Purpose.DEMAND,
-        Purpose.WARM,
-    )
-    transport.start([Fill(Key(1, e), 0, p) for e, p in enumerate(purposes)], log)
-    transport.hurry([Key(1, 5), Key(0, 0), Key(3, 3)])
-    gate.let(7)
-    log.wait(7)
-    # Demands in the order of their arrival, also the one that became a demand later.
-    assert [key.expert for key in gate.order[1:]] == [3, 4, 5, 2, 1, 0]
-    transport.close()
-
-
-def test_closing_finishes_what_runs_and_refuses_what_waits(
-    tiny: tuple[Reader, Catalogue], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, catalogue = tiny
-    gate, log = Gate(monkeypatch), Log()
-    transport = HostTransport(catalogue, ExpertReader(reader, catalogue), HostSlots(), threads=2)
-    fills = [Fill(Key(0, e), 0, Purpose.DEMAND) for e in range(6)]
-    transport.start(fills, log)
-    for _ in range(2):
-        assert gate.entered.acquire(timeout=30)
-    closing = threading.Thread(target=transport.close)
-    closing.start()
-    gate.let(2)
-    closing.join(30)
-    assert not closing.is_alive()
-    ended = {fill.key.expert: error for fill, error in log.calls}
-    assert len(log.calls) == 6
-    assert all(ended[e] is None for e in (0, 1))
-    assert all(isinstance(ended[e], TransportClosedError) for e in (2, 3, 4, 5))
-
-
-def test_errors_come_with_their_fill_and_the_threads_go_on(
-    tiny: tuple[Reader, Catalogue], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, catalogue = tiny
-    says(monkeypatch, cached=True)
-    experts, slots, log = ExpertReader(reader, catalogue), HostSlots(), Log()
-    bad = catalogue[Key(1, 4)]
-
-    def preadv(fd: int, buffers: Sequence[Any], offset: int) -> int:
-        if offset == next(runs(bad)).offset:
-            raise OSError(errno.EIO, "Input/output error")
-        return PREADV(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    transport = HostTransport(catalogue, experts, slots, threads=2)
-    fills = [Fill(record.key, 0, Purpose.DEMAND) for record in catalogue] * 2
-    transport.start(fills, log)
-    log.wait(len(fills))
-    transport.close()
-    failed = [(fill.key, type(error)) for fill, error in log.calls if error is not None]
-    assert failed == [(bad.key, ExpertReadError)] * 2
-
-
-def test_a_read_may_be_asked_for_when_another_is_done(tiny: tuple[Reader, Catalogue]) -> None:
-    reader, catalogue = tiny
-    transport = HostTransport(
-        catalogue, ExpertReader(reader, catalogue, bounces=1), HostSlots(), threads=1
-    )
-    log = Log()
-
-    def next_one(fill: Fill, error: BaseException | None) -> None:
-        log(fill, error)
-        if fill.key.expert < 3:
-            transport.start([fill._replace(key=Key(0, fill.key.expert + 1))], next_one)
-
-    transport.start([Fill(Key(0, 0), 0, Purpose.WARM)], next_one)
-    log.wait(4)
-    transport.close()
-    assert [(fill.key.expert, error) for fill, error in log.calls] == [(e, None) for e in range(4)]
 
 
 def test_one_run_in_any_order(artifact: Path) -> None:
