@@ -1,6 +1,6 @@
 """Owns what can be asked of an expert store: how much memory, which policy, whose experts.
 
-It opens nothing and keeps nothing; a store checks the files that are named here.
+It opens nothing and keeps nothing; whoever loads a model checks the files that are named here.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ Budget = int | Literal["auto"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """How routed experts are kept.
+    """How routed experts are kept; without ``budget`` and ``slots`` all are held in memory.
 
     Parameters
     ----------
-    budget : bytes of slots over all layers, or "auto" for what memory leaves; None keeps all
-        experts that are owned in memory
+    budget : bytes of slots over all layers, or "auto" for what memory leaves
+    slots : in place of a budget: experts of a layer that are in memory at a time; as many as there
+        are still page
     policy : name of the rule that chooses what is evicted; None takes the default
     profile : a warm-start profile of the same artifact
     adapter : an expert predictor of the same artifact; turns speculative prefetch on
     prefetch_top : experts that a prediction may ask for, per layer and token; None takes the
         predictor's own
     owner : (rank, ranks): only this rank's experts are held, the others contribute zero
-    cold : "none": experts that are not in memory are nowhere, so all that are owned must fit
+    cold : "none": experts that are not in memory are nowhere, so all that are owned are held, and
+        ``budget`` only says how much that may be
     check_reads : compare what is read with the digests of the artifact's receipt
     require_receipt : an artifact without a receipt of its own is an error
     trace : file that every dispatch is recorded in
-    trace_states : the trace holds the routers' inputs and scores, too
+    trace_states : the routers' inputs and scores are recorded beside it
 
     Raises
     ------
@@ -40,6 +42,7 @@ class CacheOptions:
     """
 
     budget: Budget | None = None
+    slots: int | None = None
     policy: str | None = None
     profile: Path | None = None
     adapter: Path | None = None
@@ -52,49 +55,54 @@ class CacheOptions:
     trace_states: bool = False
 
     def __post_init__(self) -> None:
-        if self.budget != "auto" and self.budget is not None and self.budget < 1:
-            raise CacheError("an expert cache of no bytes", expected="1 or more", found=self.budget)
-        if self.owner is not None:
-            rank, ranks = self.owner
-            if not 0 <= rank < ranks:
-                raise CacheError(
-                    "expert owner out of range",
-                    expected=f"0/{ranks} and up",
-                    found=f"{rank}/{ranks}",
-                )
-        for missing, says in self._contradictions():
-            if missing:
-                raise CacheError(says)
-
-    def _contradictions(self) -> tuple[tuple[bool, str], ...]:
-        paged = self.budget is not None and self.cold is None
-        return (
+        if isinstance(self.budget, int) and self.budget < 0:
+            raise CacheError("negative budget", expected="bytes", found=self.budget)
+        if self.owner is not None and not 0 <= self.owner[0] < self.owner[1]:
+            raise CacheError(
+                "expert owner out of range",
+                expected="RANK/RANKS with RANK from 0 to RANKS - 1",
+                found="/".join(map(str, self.owner)),
+            )
+        for forbidden, says in (
             (
-                self.budget is None and self.cold is None,
-                "no expert cache is asked for: give a budget, or an owner without cold experts",
+                self.budget is not None and self.slots is not None,
+                "a budget and a number of slots exclude each other",
             ),
             (
                 self.cold is not None and self.owner is None,
-                "no cold experts (--cold none) belongs to a rank's own experts (--expert-owner)",
+                "'cold none' belongs to a rank's own experts: name the owner (--expert-owner)",
             ),
             (
-                not paged and self.profile is not None,
-                "a warm-start profile belongs to a paged expert cache (--expert-cache)",
+                self.owner is not None and self.cold is None and not self.paged,
+                "an expert owner holds all of its experts (--cold none) or pages them "
+                "(--expert-cache): choose one",
             ),
             (
-                not paged and self.adapter is not None,
-                "prefetch belongs to a paged expert cache (--expert-cache)",
+                not self.paged and bool(self.policy or self.profile or self.adapter),
+                "policy, profile and prefetch belong to a paged expert cache (--expert-cache)",
+            ),
+            (
+                not self.paged and (self.require_receipt or not self.check_reads),
+                "checks of reads belong to a paged expert cache (--expert-cache)",
             ),
             (
                 self.prefetch_top is not None and self.adapter is None,
-                "how many experts to prefetch (--prefetch-top) belongs to a predictor (--prefetch)",
+                "how many experts to prefetch belongs to a predictor (--prefetch)",
             ),
             (
-                not self.check_reads and self.require_receipt,
-                "a required receipt is for checking reads: it excludes leaving the checks out",
+                self.require_receipt and not self.check_reads,
+                "a required receipt (--require-receipt) is there to check reads with "
+                "(--no-check-reads)",
             ),
             (
                 self.trace_states and self.trace is None,
-                "router states (--trace-states) are recorded in a trace (--trace)",
+                "router states are recorded beside a trace (--trace)",
             ),
-        )
+        ):
+            if forbidden:
+                raise CacheError(says)
+
+    @property
+    def paged(self) -> bool:
+        """Whether experts are read on demand, where not all of them fit."""
+        return self.cold is None and (self.budget is not None or self.slots is not None)

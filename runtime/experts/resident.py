@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,7 +36,9 @@ class ResidentExperts:
             _layer_experts(config, source, layer, path) for layer in range(config.num_hidden_layers)
         ]
 
-    def bands(self, layer: int, ids: npt.NDArray[np.integer[Any]], phase: Phase) -> Iterator[Band]:
+    def bands(
+        self, layer: int, ids: npt.NDArray[np.integer[Any]], phase: Phase
+    ) -> Generator[Band, None, None]:
         """All experts of ``layer`` in one band; they stay valid."""
         yield Band(self._layers[layer], None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -27,9 +27,11 @@ class Band(NamedTuple):
 class ExpertStore(Protocol):
     """Gives out the experts of one layer, wherever they are kept."""
 
-    def bands(self, layer: int, ids: npt.NDArray[np.integer[Any]], phase: Phase) -> Iterator[Band]:
+    def bands(
+        self, layer: int, ids: npt.NDArray[np.integer[Any]], phase: Phase
+    ) -> Generator[Band, None, None]:
         """The experts that ``ids`` [T, K] names, band after band, each expert in one of them.
 
-        A band's experts are valid until the next band is asked for. Ids that no band serves
-        contribute zero.
+        A band's experts are valid until the next is asked for or the generator is closed. Ids that
+        no band serves contribute zero.
         """

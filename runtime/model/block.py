@@ -8,7 +8,7 @@ import numpy.typing as npt
 from ds4q.runtime.kv import LayerCache
 from ds4q.runtime.model.attention import Attention
 from ds4q.runtime.model.hyper import HyperConnection, expand
-from ds4q.runtime.model.moe import MoE
+from ds4q.runtime.model.moe import MoE, Router
 from ds4q.runtime.model.parts import Parts, Step
 
 F32 = npt.NDArray[np.float32]
@@ -26,6 +26,11 @@ class Block:
         self._attention = Attention(parts, layer)
         self._around_experts = HyperConnection(parts, f"{name}.hc_ffn", f"{name}.ffn_norm.weight")
         self._experts = MoE(parts, layer)
+
+    @property
+    def router(self) -> Router:
+        """How the layer chooses experts."""
+        return self._experts.router
 
     def forward(self, streams: F32, step: Step, cache: LayerCache) -> F32:
         """Streams [T, n, d] after the layer; advances ``cache``, changes no input."""

@@ -9,17 +9,29 @@ T tokens, E experts, K experts per token, d hidden size.
 
 from __future__ import annotations
 
+from contextlib import closing
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from ds4q.artifact.fastpath import FastPath, jit
-from ds4q.runtime.backend.weights import Expert
+from ds4q.runtime.backend.weights import Expert, Weight
+from ds4q.runtime.errors import RouterError
 from ds4q.runtime.model.parts import Parts, Step
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 
 _TINY = np.float32(1e-20)  # as in transformers: keeps a sum of vanished scores from being 0
+
+
+class Router(NamedTuple):
+    """How a layer chooses: ``gate`` [E, d], and ``bias`` [E] or, by token id, ids [V, K]."""
+
+    gate: Weight
+    bias: F32 | None
+    by_token: npt.NDArray[np.int32] | None
 
 
 def scores(logits: F32) -> F32:
@@ -124,8 +136,10 @@ class MoE:
             self._by_token = source.ids(
                 f"{name}.gate.tid2eid", c.vocab_size, c.num_experts_per_tok, below=experts
             )
+            self.router = Router(self._gate, None, self._by_token)
         else:
             self._bias = source.values(f"{name}.gate.bias", experts)
+            self.router = Router(self._gate, self._bias, None)
         shared = f"{name}.shared_experts"
         self._shared = {
             0: Expert(
@@ -138,17 +152,16 @@ class MoE:
     def forward(self, x: F32, step: Step) -> F32:
         """The sub-block's output [T, d] of its normed input ``x`` [T, d]."""
         c, backend = self._config, self._backend
-        logits = backend.linear(self._gate, x)
-        if self._by_token is not None:
-            ids = self._by_token[step.ids].astype(np.int64)
-        else:
-            ids = route(logits, self._bias, c.num_experts_per_tok)
+        logits, ids = self._choose(x, step)
         weights = weigh(logits, ids, c.routed_scaling_factor)
+        if step.routed is not None:
+            step.routed(self._layer, ids, logits, x)
         rows = np.zeros((*ids.shape, x.shape[1]), np.float32)  # where nobody serves a route: zero
-        for experts, where in self._experts.bands(self._layer, ids, step.phase):
-            if step.observer is not None:
-                step.observer(self._layer, ids, weights, x, experts)
-            backend.experts(x, ids, experts, c.swiglu_limit, where=where, out=rows)
+        with closing(self._experts.bands(self._layer, ids, step.phase)) as bands:
+            for experts, where in bands:
+                if step.observer is not None:
+                    step.observer(self._layer, ids, weights, x, experts)
+                backend.experts(x, ids, experts, c.swiglu_limit, where=where, out=rows)
         everyone = np.zeros((len(x), 1), dtype=np.int64)
         shared = backend.experts(x, everyone, self._shared, c.swiglu_limit)[:, 0]
         routed, out = combine(rows, weights, shared)
@@ -157,3 +170,12 @@ class MoE:
             step.trace(f"l{self._layer}.route_w", weights)
             step.trace(f"l{self._layer}.routed_out", routed)
         return out
+
+    def _choose(self, x: F32, step: Step) -> tuple[F32, I64]:
+        """Gate logits [T, E] and the ids [T, K] of the chosen experts."""
+        logits = self._backend.linear(self._gate, x)
+        if self._by_token is not None:
+            return logits, self._by_token[step.ids].astype(np.int64)
+        if not np.isfinite(logits).all():  # else NaN would only never be chosen
+            raise RouterError(found=f"layer {self._layer}")
+        return logits, route(logits, self._bias, self._config.num_experts_per_tok)

@@ -30,6 +30,10 @@ at once, it is called for one part of them after another."""
 # Below this many multiplications a second thread costs more than it saves.
 _SHARED_WORK = 1 << 21
 
+Routed = Callable[[int, I64, F32, F32], None]
+"""Called before the experts of a layer are asked for: layer, ids [T, K], gate logits [T, E], and
+the input [T, d] that they were made from."""
+
 
 class WeightSource(Protocol):
     """Gives the model its tensors by name; each method refuses another shape with an error."""
@@ -100,7 +104,8 @@ class Step:
     """One batch of tokens on its way through the layers.
 
     ``ids`` int64 [T] stand at positions ``first`` on; ``places`` holds one entry per ratio.
-    ``trace`` and ``observer`` look on, where somebody wants to know. ``phase`` is for statistics.
+    ``trace``, ``observer`` and ``routed`` look on, where somebody wants to know; ``phase`` is for
+    statistics.
     """
 
     ids: I64
@@ -109,3 +114,4 @@ class Step:
     trace: Trace | None = None
     observer: Observer | None = None
     phase: Phase = "prefill"
+    routed: Routed | None = None
