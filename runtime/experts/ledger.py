@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from ds4q.runtime.experts.catalogue import Key
 from ds4q.runtime.experts.reading import Purpose
-from ds4q.runtime.experts.trace import Outcome, Phase, Recorder
+from ds4q.runtime.experts.store import Phase
+from ds4q.runtime.experts.trace import Outcome, Recorder
 
 _NAMES = {  # of what a distinct expert can meet
     Outcome.HIT: "hits",
@@ -82,7 +83,7 @@ class Ledger:
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.demands: dict[Phase, Demand] = {"prefill": Demand(), "decode": Demand()}
-        self.ahead = {purpose: Ahead() for purpose in Purpose if purpose is not Purpose.DEMAND}
+        self.ahead: dict[Purpose, Ahead] = {p: Ahead() for p in Purpose if p != Purpose.DEMAND}
         self._recorder = recorder
         self._warmed: list[Key] = []  # that the trace has not heard of
         self._told = (0, 0, 0)  # of reads ahead, by the last record

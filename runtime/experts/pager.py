@@ -29,7 +29,8 @@ from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.policy import make_policy
 from ds4q.runtime.experts.reading import Fill, Purpose, Transport
 from ds4q.runtime.experts.slots import Entry, LayerSlots, Survey
-from ds4q.runtime.experts.trace import Outcome, Phase, Recorder
+from ds4q.runtime.experts.store import Phase
+from ds4q.runtime.experts.trace import Outcome, Recorder
 
 _POLL_S = 0.0005  # between looks at events, which nobody announces
 _WARM_AT_ONCE = 4  # reads of a warm start that a demand may find ahead of it
@@ -85,7 +86,7 @@ class Pager:
     transport : fills slots; closed with the pager
     policy : name of the rule that picks who goes
     ownership : experts of other ranks are left out everywhere
-    quarantine : further slots of each layer, for reads ahead of their use; 0 turns those off
+    quarantine : by layer, further slots for reads ahead of their use; None or 0: there are none
     recorder : gets every dispatch that is described; the caller closes it
     timeout_s : longest wait for a slot, and for the next read to come back
     """
@@ -98,13 +99,13 @@ class Pager:
         *,
         policy: str,
         ownership: ExpertOwnership | None = None,
-        quarantine: int = 0,
+        quarantine: Sequence[int] | None = None,
         recorder: Recorder | None = None,
         timeout_s: float = 120,
     ) -> None:
         self._catalogue = catalogue
         self._slots = slots
-        self._quarantine = quarantine
+        self._quarantine = list(quarantine or [0] * len(catalogue.records))
         self._transport = transport
         self._ownership = ownership or ExpertOwnership.all(catalogue.experts)
         self._timeout_s = timeout_s
@@ -113,12 +114,12 @@ class Pager:
         self._layers = [
             LayerSlots(
                 slots,
-                quarantine,
+                spare,
                 make_policy(policy, slots, catalogue.experts),
                 [record.nbytes for record in records],
                 self._ledger.ahead,
             )
-            for records in catalogue.records
+            for records, spare in zip(catalogue.records, self._quarantine, strict=True)
         ]
         self._seen: list[set[int]] = [set() for _ in self._layers]
         self._retiring: list[deque[tuple[Event, list[Entry]]]] = [deque() for _ in self._layers]
@@ -160,8 +161,8 @@ class Pager:
         try:
             fills, in_line = self._plan(lease, wanted, ids, phase, dispatch)
             self._start(fills)
-            for key in in_line:
-                self._transport.hasten(key)
+            if in_line:
+                self._transport.hurry(in_line)
             self._await_reads(lease, phase)
         except BaseException:
             lease.release()
@@ -210,7 +211,7 @@ class Pager:
                 "loading_bytes": self._loading_bytes,
                 "leased": sum(slots.pins for slots in self._layers),
                 "slots": self._slots,
-                "quarantine": self._quarantine,
+                "quarantine": list(self._quarantine),
                 "slot_bytes": [layer.nbytes for layer in self._catalogue.geometry],
             }
 

@@ -36,21 +36,21 @@ class HostSlots:
     Parameters
     ----------
     geometry : by layer
-    slots : of each layer, those in quarantine included; none for 0 or less
+    counts : slots by layer, those in quarantine included; none for 0 or less
 
     Raises
     ------
     CacheError : the memory cannot be had
     """
 
-    def __init__(self, geometry: Sequence[Geometry], slots: int) -> None:
+    def __init__(self, geometry: Sequence[Geometry], counts: Sequence[int]) -> None:
         self._geometry = tuple(geometry)
-        count = max(slots, 0)
+        layers = [(max(n, 0), layer) for n, layer in zip(counts, geometry, strict=True)]
         try:
-            self._gate_up = [_touched(count * layer.gate_up_stride) for layer in geometry]
-            self._down = [_touched(count * layer.down_stride) for layer in geometry]
+            self._gate_up = [_touched(n * layer.gate_up_stride) for n, layer in layers]
+            self._down = [_touched(n * layer.down_stride) for n, layer in layers]
         except MemoryError:
-            nbytes = count * sum(layer.nbytes for layer in geometry)
+            nbytes = sum(n * layer.nbytes for n, layer in layers)
             raise CacheError(
                 f"no memory for {nbytes:,} bytes of expert slots",
                 remedy="give a smaller --expert-cache",
