@@ -1,0 +1,393 @@
+"""Owns the load-time gate: what loading an artifact costs, with paging of experts and without it.
+
+An artifact is loaded with all experts in memory, with a cache that holds them all, and with a small
+one; each load in a process of its own (``loading.py``), the file driven out of the page cache
+before it, all of them in turn, since disks and neighbours drift. Beside each, a plain parallel read
+of the same bytes tells what the disk can. What a load reads is counted and has to be right to the
+byte; seconds are judged where reading takes long enough to be told from starting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ds4q.artifact.hfq import Reader, pread_all
+from ds4q.artifact.report import Check, Failure
+from ds4q.runtime.errors import GateError
+from ds4q.runtime.experts.trace import artifact_identity
+from ds4q.runtime.gates import loading
+from ds4q.runtime.gates.loading import I64, Load
+from ds4q.runtime.gates.pagecache import drop
+from ds4q.runtime.gates.pair import Model, Surroundings
+
+RUNS = 7
+MAX_RATIO = 1.25
+TIMEOUT_S = 120.0
+PAGED_RATIO = 1.2  # of a paged load to a plain read of what it reads
+SAME_RATIO = 1.05  # of a load with a cache that holds everything to one without a cache
+JUDGED_S = 1.0  # reading takes less: starting decides, which no ratio to a read can judge
+LANES = 4
+PIECE_BYTES = 16 << 20
+PAGE_BYTES = 4096
+FORMAT = "ds4q load-time baseline 1"
+
+_EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.w[123]\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What is known of an artifact before it is loaded.
+
+    Attributes
+    ----------
+    identity : of its header, metadata and index
+    spans : i64 [N, 2] begin and end of every matrix of a routed expert, in the file's order
+    """
+
+    identity: str
+    spans: I64
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Front:
+        """Of the artifact ``path``."""
+        with Reader(path) as reader:
+            spans = sorted(
+                (entry.offset, entry.offset + entry.nbytes)
+                for name, entry in reader.tensors.items()
+                if _EXPERT.fullmatch(name)
+            )
+            return cls(artifact_identity(reader), np.array(spans, np.int64).reshape(-1, 2))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all routed experts."""
+        return int((self.spans[:, 1] - self.spans[:, 0]).sum())
+
+    def of_experts(self, reads: I64) -> npt.NDArray[np.bool_]:
+        """Which of ``reads`` [N, 3] touch an expert.
+
+        One past the page cache is of whole pages: what it has in its first and its last one may
+        belong to a neighbour.
+        """
+        margin = np.where(reads[:, 2] != 0, PAGE_BYTES, 0)
+        first = np.searchsorted(self.spans[:, 1], reads[:, 0] + margin, "right")
+        behind = np.searchsorted(self.spans[:, 0], reads[:, 0] + reads[:, 1] - margin, "left")
+        found: npt.NDArray[np.bool_] = first < behind
+        return found
+
+
+@dataclass(slots=True)
+class Arm:
+    """The loads of one kind, and the plain reads of what they read."""
+
+    name: str
+    cache: dict[str, Any] | None
+    loads: list[Load] = field(default_factory=list)
+    plain_s: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Median of the loads."""
+        return statistics.median(load.seconds for load in self.loads)
+
+    @property
+    def ratio(self) -> float:
+        """Median of load over plain read, of the same turn."""
+        pairs = zip(self.loads, self.plain_s, strict=True)
+        return statistics.median(load.seconds / plain for load, plain in pairs)
+
+    @property
+    def reads(self) -> I64:
+        """Of the first load: the others have to equal it."""
+        return self.loads[0].reads
+
+    def figures(self) -> dict[str, Any]:
+        """Seconds, and what was read."""
+        return {
+            "ratio": self.ratio,
+            "seconds": self.seconds,
+            "seconds_min": min(load.seconds for load in self.loads),
+            "seconds_max": max(load.seconds for load in self.loads),
+            "plain_s": statistics.median(self.plain_s),
+            "first_token_s": statistics.median(load.first_token_s for load in self.loads),
+            "reads": len(self.reads),
+            "bytes": int(self.reads[:, 1].sum()),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTime:
+    """The gate ``load-time``: passes if loads read what they must, and as fast as the disk can.
+
+    Attributes
+    ----------
+    cache : bytes of the small cache; None takes the smallest, top-k slots a layer
+    profile : warm-start profile of the small cache: its experts may be read while loading
+    baseline : JSON of an earlier ``write_baseline``; ratios may exceed its own ``max_ratio`` times
+    write_baseline : where to keep the ratios of this run, if it passes
+    max_ratio : times the ratio of the baseline, 1.25 if None; without a baseline, times the plain
+        read, and not judged if None
+    timeout_s : most seconds of a load, where the disk can read the file in that time
+    runs : loads of each kind
+    """
+
+    name: ClassVar[str] = "load-time"
+    cache: int | None = None
+    profile: str | os.PathLike[str] | None = None
+    baseline: str | os.PathLike[str] | None = None
+    write_baseline: str | os.PathLike[str] | None = None
+    max_ratio: float | None = None
+    timeout_s: float = TIMEOUT_S
+    runs: int = RUNS
+
+    def run(self, check: Check, path: str | os.PathLike[str], where: Surroundings) -> None:
+        """Load the artifact ``path`` again and again; fills ``check``."""
+        model = Model.read(path)
+        front = Front.read(path)
+        limits = None if self.baseline is None else _baseline(self.baseline)
+        arms = self._arms(model)
+        cold = self._measure(arms, model.path, where)
+        off = arms[0].figures()
+        told = {arm.name: arm.figures() for arm in arms}
+        for arm in arms:
+            told[arm.name]["reads_of_experts"] = int(front.of_experts(arm.reads).sum())
+        check.figures |= {name: off[name] for name in ("ratio", "seconds", "bytes")}
+        check.figures |= {"runs": self.runs, "cold": cold, "device": where.device, "arms": told}
+        if not cold:
+            check.notes.append(
+                "the file stayed in the page cache (a file system in memory?): loads were warm"
+            )
+        judge_reads(check, front, arms)
+        self._judge_seconds(check, arms, cold)
+        state = {"artifact": front.identity, "device": where.device, "cold": cold}
+        if limits is not None:
+            self._judge_baseline(check, limits, state, told)
+        elif self.max_ratio is not None:
+            for arm in arms:
+                _at_most(check, f"{arm.name}: load over plain read", self.max_ratio, arm.ratio)
+        if self.write_baseline is not None:
+            _write(Path(self.write_baseline), check, state, told)
+
+    def _arms(self, model: Model) -> list[Arm]:
+        config = model.config
+        everything = {"slots": config.n_routed_experts}
+        small: dict[str, Any] = {"slots": config.num_experts_per_tok}
+        if self.cache is not None:
+            small = {"budget": self.cache}
+        if self.profile is not None:
+            small["profile"] = os.fspath(self.profile)
+        return [Arm("off", None), Arm("all", everything), Arm("paged", small)]
+
+    def _measure(self, arms: Iterable[Arm], path: Path, where: Surroundings) -> bool:
+        """Load in turn, ``runs`` times; whether the file was never in the page cache."""
+        arms = list(arms)
+        cold = True
+        total = 2 * self.runs * len(arms)
+        with where.progress("load-time", total, unit="loads") as advance:
+            for _ in range(self.runs):
+                for arm in arms:
+                    cold &= drop(path)
+                    load = loading.measure(
+                        path, threads=where.threads, device=where.device, cache=arm.cache
+                    )
+                    arm.loads.append(load)
+                    advance(1)
+                    cold &= drop(path)
+                    arm.plain_s.append(plain_read(path, arm.reads))
+                    advance(1)
+        return cold
+
+    def _judge_seconds(self, check: Check, arms: Sequence[Arm], cold: bool) -> None:
+        off, everything, paged = arms
+        for arm in arms:
+            plain, slowest = statistics.median(arm.plain_s), max(_seconds(arm))
+            if slowest > self.timeout_s and plain > self.timeout_s:
+                check.notes.append(
+                    f"{arm.name}: the disk cannot do it in {self.timeout_s:g} s: a plain read of "
+                    f"the same bytes takes {plain:.1f} s"
+                )
+            elif slowest > self.timeout_s:
+                _at_most(check, f"{arm.name}: seconds of a load", self.timeout_s, slowest)
+        if _judged(check, everything, "to those without a cache", cold):
+            limit = max(SAME_RATIO * off.seconds, *_seconds(off))
+            said = "all: median seconds, 1.05 times those without a cache or their slowest"
+            _at_most(check, said, limit, everything.seconds)
+        if _judged(check, paged, "to a plain read", cold):
+            _at_most(check, "paged: load over plain read", PAGED_RATIO, paged.ratio)
+
+    def _judge_baseline(
+        self, check: Check, limits: dict[str, Any], state: dict[str, Any], told: dict[str, Any]
+    ) -> None:
+        for key, value in state.items():
+            if limits.get(key) != value:
+                raise GateError(
+                    f"the baseline is of another {key}",
+                    path=self.baseline,
+                    expected=value,
+                    found=limits.get(key),
+                    remedy="write one for this artifact with --write-baseline",
+                )
+        largest = MAX_RATIO if self.max_ratio is None else self.max_ratio
+        for name, before in limits["arms"].items():
+            now = told[name]
+            said = f"{name}: load over plain read, {largest:g} times the baseline's"
+            _at_most(check, said, largest * before["ratio"], now["ratio"])
+            for count in ("reads", "bytes"):
+                if now[count] != before[count]:
+                    check.fail(
+                        Failure(
+                            f"{name}: {count} of a load are not the baseline's",
+                            expected=before[count],
+                            found=now[count],
+                        )
+                    )
+
+
+def _write(path: Path, check: Check, state: dict[str, Any], told: dict[str, Any]) -> None:
+    """Keep the ratios, unless they are those of a run that failed."""
+    if not check.ok:
+        check.notes.append(f"{path} was not written: the gate failed")
+        return
+    kept = {
+        name: {key: figures[key] for key in ("ratio", "reads", "bytes")}
+        for name, figures in told.items()
+    }
+    text = json.dumps({"format": FORMAT} | state | {"arms": kept}, indent=2) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def judge_reads(check: Check, front: Front, arms: Sequence[Arm]) -> None:
+    """Fail where a load reads other bytes than it must, or by another number of calls.
+
+    ``arms`` : without a cache, with one for everything, with a small one
+    """
+    off, everything, paged = arms
+    for arm in (off, everything):
+        for load in arm.loads:
+            if load.paged is not None:
+                check.fail(Failure(f"{arm.name}: experts are paged, though all of them fit"))
+            _same(check, f"{arm.name}: reads of a load", len(off.reads), len(load.reads))
+            nbytes = (_bytes(reads) for reads in (off.reads, load.reads))
+            _same(check, f"{arm.name}: bytes of a load", *nbytes)
+            _same(check, f"{arm.name}: bytes that a load reads twice", 0, read_twice(load.reads))
+            _same(check, f"{arm.name}: reads after the load", 0, len(load.later))
+    dense_bytes = _bytes(off.reads) - front.expert_bytes
+    for load in paged.loads:
+        if load.paged is None:
+            check.fail(Failure("not exercised: paged: all experts are in memory; give it less"))
+        touched = front.of_experts(load.reads)
+        _same(check, "paged: reads of experts by a load", 0, int(touched.sum()))
+        rest = load.reads[~touched]
+        _same(check, "paged: bytes of all but experts", dense_bytes, _bytes(rest))
+        _same(check, "paged: bytes that a load reads twice", 0, read_twice(rest))
+
+
+def read_twice(reads: I64) -> int:
+    """Bytes of the file that ``reads`` [N, 3] had before."""
+    ordered = reads[np.argsort(reads[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(ordered[:, 0] + ordered[:, 1])
+    again = np.minimum(ends[:-1], ordered[1:, 0] + ordered[1:, 1]) - ordered[1:, 0]
+    return int(again.clip(0).sum())
+
+
+def plain_read(path: str | os.PathLike[str], reads: I64) -> float:
+    """Seconds in which the bytes of ``reads`` [N, 3] come from the disk, neighbours in one piece.
+
+    By as many threads as a load has, each into one buffer of its own.
+    """
+    pieces = [
+        (begin, min(PIECE_BYTES, end - begin))
+        for start, stop in _merged(reads)
+        for begin, end in ((at, stop) for at in range(start, stop, PIECE_BYTES))
+    ]
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    held = threading.local()
+
+    def read(piece: tuple[int, int]) -> None:
+        if not hasattr(held, "buffer"):
+            held.buffer = np.empty(PIECE_BYTES, np.uint8)
+        pread_all(fd, held.buffer[: piece[1]], piece[0], path=path)
+
+    try:
+        with ThreadPoolExecutor(LANES, "ds4q-plain") as pool:
+            start_s = time.perf_counter()
+            for _ in pool.map(read, pieces):
+                pass
+            return time.perf_counter() - start_s
+    finally:
+        os.close(fd)
+
+
+def _merged(reads: I64) -> list[tuple[int, int]]:
+    """Begin and end of the stretches of the file that ``reads`` [N, 3] cover."""
+    merged: list[tuple[int, int]] = []
+    for offset, nbytes, _ in sorted(reads.tolist()):
+        if merged and offset <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], offset + nbytes)
+        else:
+            merged.append((offset, offset + nbytes))
+    return merged
+
+
+def _baseline(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What ``write_baseline`` wrote."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+        arms = {
+            str(name): {
+                "ratio": float(a["ratio"]),
+                "reads": int(a["reads"]),
+                "bytes": int(a["bytes"]),
+            }
+            for name, a in found["arms"].items()
+        }
+        if found["format"] == FORMAT and set(arms) == {"off", "all", "paged"}:
+            return {**found, "arms": arms}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        pass
+    raise GateError(
+        "not a baseline of load times", path=path, remedy="write one with --write-baseline FILE"
+    )
+
+
+def _judged(check: Check, arm: Arm, against: str, cold: bool) -> bool:
+    """Whether the disk decides how long a load takes; says so where it does not."""
+    plain = statistics.median(arm.plain_s)
+    if cold and plain >= JUDGED_S:
+        return True
+    check.notes.append(
+        f"{arm.name}: seconds are not compared {against}, but reads and bytes are: reading takes "
+        f"{plain:.2f} s{' from the disk' if cold else ' from memory'}, starting decides"
+    )
+    return False
+
+
+def _bytes(reads: I64) -> int:
+    return int(reads[:, 1].sum())
+
+
+def _seconds(arm: Arm) -> list[float]:
+    return [load.seconds for load in arm.loads]
+
+
+def _at_most(check: Check, said: str, limit: float, found: float) -> None:
+    if not found <= limit:
+        check.fail(Failure(said, expected=f"at most {limit:.4g}", found=f"{found:.4g}"))
+
+
+def _same(check: Check, said: str, wanted: int, found: int) -> None:
+    if found != wanted:
+        check.fail(Failure(said, expected=wanted, found=found))
