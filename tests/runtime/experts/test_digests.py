@@ -1,0 +1,149 @@
+"""Digests of a receipt: only where it is this very file's, and said once where it is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from ds4q.artifact.errors import ReceiptError
+from ds4q.artifact.hfq import Reader
+from ds4q.artifact.metadata import front_digest
+from ds4q.artifact.receipt import Receipt, TensorRecord, receipt_path
+from ds4q.artifact.types import TYPES
+from ds4q.runtime.errors import ExpertDigestError
+from ds4q.runtime.experts import digests as digests_module
+from ds4q.runtime.experts.digests import Digests
+from tests.artifact.build import TWO, Tensor, sealed
+from tests.checks import check_refused
+
+OURS = {
+    "recipe": "fp4",
+    "tool_version": "0.1.0",
+    "source_fingerprint": "7" * 64,
+    "source_digest": "8" * 64,
+    "partial": False,
+}
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    path = tmp_path / "m.hfq"
+    path.write_bytes(sealed(TWO, ours=dict(OURS)))
+    return path
+
+
+def receipt_of(path: Path) -> Receipt:
+    with Reader(path) as reader:
+        return Receipt(
+            file_bytes=reader.file_bytes,
+            sha256="5" * 64,
+            index_xxh3=front_digest(reader.header_raw, reader.index_raw),
+            skipped=(),
+            tensors=tuple(
+                TensorRecord(
+                    name,
+                    TYPES[entry.type_id].name,
+                    entry.shape,
+                    entry.nbytes,
+                    xxhash.xxh3_128(reader.read(name).data).hexdigest(),
+                    (),
+                )
+                for name, entry in reader.tensors.items()
+            ),
+            **OURS,  # type: ignore[arg-type]
+        )
+
+
+def put(path: Path, receipt: Receipt) -> None:
+    receipt_path(path).write_bytes(receipt.encode())
+
+
+def test_the_receipt_of_this_file(artifact: Path) -> None:
+    put(artifact, receipt_of(artifact))
+    notes: list[str] = []
+    with Reader(artifact) as reader:
+        digests = Digests.of(reader, notes, require=True)
+        assert digests is not None
+        for name, entry in reader.tensors.items():
+            payload = reader.read(name)
+            digests.check(entry, payload)
+            for at in (0, len(payload) - 1):
+                altered = payload.copy()
+                altered[at] ^= 1
+                check_refused(
+                    ExpertDigestError,
+                    lambda entry=entry, altered=altered: digests.check(entry, altered),  # type: ignore[misc]
+                    path=artifact,
+                    tensor=name,
+                    says=["differ from the receipt"],
+                )
+        check_refused(
+            ExpertDigestError,
+            lambda: digests.check(reader.entry("a.weight"), np.zeros(0, np.uint8)),
+            tensor="a.weight",
+        )
+    assert notes == []
+
+
+def refused(artifact: Path, *says: str) -> None:
+    """Without ``require`` one line and no digests; with it an error."""
+    notes: list[str] = []
+    with Reader(artifact) as reader:
+        assert Digests.of(reader, notes) is None
+        assert len(notes) == 1
+        assert notes[0].startswith("experts are read without being checked: ")
+        check_refused(ReceiptError, lambda: Digests.of(reader, notes, require=True), says=says)
+    assert len(notes) == 1
+    for words in says:
+        assert words in notes[0]
+
+
+def test_no_receipt(artifact: Path) -> None:
+    refused(artifact, "no receipt", str(artifact))
+
+
+def test_what_is_no_receipt(artifact: Path) -> None:
+    receipt_path(artifact).write_bytes(b"garbage")
+    refused(artifact, "not a zstd frame")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"file_bytes": 1}, "file length"),
+        ({"index_xxh3": "0" * 32}, "header or index"),
+        ({"source_digest": "0" * 64}, "source_digest"),
+        ({"source_fingerprint": "0" * 64}, "source_fingerprint"),
+        ({"recipe": "mix"}, "recipe"),
+        ({"tensors": ()}, "lacks a tensor"),
+    ],
+    ids=["length", "front", "source", "fingerprint", "recipe", "tensors"],
+)
+def test_a_receipt_of_another_file(artifact: Path, change: dict[str, object], says: str) -> None:
+    """Right in every digest that it has, but not of this file: nothing is compared with it."""
+    receipt = receipt_of(artifact)
+    put(artifact, receipt)
+    with Reader(artifact) as reader:
+        assert Digests.of(reader, [], require=True) is not None  # the twin that belongs
+    put(artifact, replace(receipt, **change))  # type: ignore[arg-type]
+    refused(artifact, says, str(artifact))
+
+
+def test_an_artifact_that_grew_a_tensor(artifact: Path) -> None:
+    """The old receipt beside a new file of the same name."""
+    put(artifact, receipt_of(artifact))
+    more = (*TWO, Tensor("c.weight"))
+    artifact.write_bytes(sealed(more, ours=dict(OURS)))
+    refused(artifact, "belongs to another file")
+
+
+def test_a_receipt_that_cannot_be_read(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(reader: Reader) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(digests_module, "find_receipt", fails)
+    refused(artifact, "cannot be read", "Permission denied", str(receipt_path(artifact)))
