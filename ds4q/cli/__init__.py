@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": "Show what is in an artifact, a receipt or a checkpoint.",
     "run": "Generate text from an artifact.",
     "calibrate": "Measure what a model's experts see, for quantize --imatrix.",
+    "adapter": "Fit and judge what predicts experts, for run --prefetch.",
     "doctor": "Report what this machine can do.",
 }
 """Name and one line of each command, in the order of ``ds4q --help``."""
@@ -50,10 +51,7 @@ class Ds4q(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"ds4q.cli.{cmd_name}").command
-        for option in command.params:
-            if isinstance(option, click.Option):  # click's own rule would follow the Python name
-                word = max(option.opts, key=len).lstrip("-")
-                option.envvar = f"DS4Q_{cmd_name}_{word}".upper().replace("-", "_")
+        _name_environment(command, f"DS4Q_{cmd_name}")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -87,6 +85,20 @@ class Ds4q(click.Group):
             except (Exception, KeyboardInterrupt) as error:  # help to a full disk, say
                 status = ending(error)
         sys.exit(status)
+
+
+def _name_environment(command: click.Command, prefix: str) -> None:
+    """Let options be set as ``PREFIX_OPTION``, those of a group's commands with its name between.
+
+    click's own rule would follow the names of Python parameters.
+    """
+    for option in command.params:
+        if isinstance(option, click.Option):
+            word = max(option.opts, key=len).lstrip("-")
+            option.envvar = f"{prefix}_{word}".upper().replace("-", "_")
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            _name_environment(inner, f"{prefix}_{name}")
 
 
 def ending(error: BaseException, *, verbose: bool = False) -> int:

@@ -1,0 +1,285 @@
+"""Owns the file of an expert predictor, and what it predicts. Fits nothing and fetches nothing.
+
+From the input h of layer L's router an entry predicts the scores of layer L + 1's router:
+``z(L + 1) = B (A h(L)) + offset``; with that router's bias added, the best are candidates. The
+router itself still chooses, so that a wrong guess costs a read, never a token.
+
+Layout, little-endian, nothing between the parts:
+
+========  ==================================================================================
+bytes     what
+========  ==================================================================================
+8         magic ``HFADPT`` and two zero bytes
+5 x 4     u32: version (2), entries, d_model, n_experts, rank
+4, n      u32 n, then n bytes of canonical JSON: ``About``. Not in version 1
+entries   u32 source layer L, rising; f16 A [rank, d_model]; f16 B [n_experts, rank];
+          f32 offset [n_experts], not in version 1
+16        xxh3-128 of all before it, big-endian. Not in version 1
+========  ==================================================================================
+
+Rows of A and columns of B come in falling order of what they explain, so the first r of them are
+the predictor of rank r. Version 1 is hipfire's: it does not say which model it was fitted on.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ds4q.artifact.errors import MetadataError
+from ds4q.artifact.metadata import canonical, parse_metadata
+from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.errors import AdapterError
+
+F32 = npt.NDArray[np.float32]
+
+MAGIC = b"HFADPT\0\0"
+VERSION = 2
+STATE = "router-input"  # h: what layer L's router multiplies, normed and scaled
+TARGET = "score-before-bias"  # z: sqrt(softplus(logits)) of layer L + 1
+NORMALISATION = "centred"  # the means of h and z are in the offset
+MAX_ABOUT_BYTES = 1 << 20
+
+_HEAD = struct.Struct("<8s5I")
+_WORD = struct.Struct("<I")
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a predictor was fitted on.
+
+    Attributes
+    ----------
+    artifact : ``artifact_identity`` of the model
+    state, target, normalisation : what h and z are
+    ridge : strength of the penalty, as a share of the mean variance of h
+    tokens : positions in the fit
+    texts : a digest of the token ids of each trace in the fit
+    """
+
+    artifact: str
+    state: str
+    target: str
+    normalisation: str
+    ridge: float
+    tokens: int
+    texts: tuple[str, ...]
+
+
+class Entry(NamedTuple):
+    """What predicts one layer: A [rank, d], B [E, rank] and the offset [E]."""
+
+    a: F32
+    b: F32
+    offset: F32
+
+
+class Adapter:
+    """Predicts the scores of the next layer's router.
+
+    Parameters
+    ----------
+    entries : by source layer; not changed
+    about : None for a file of version 1
+    path : named in errors
+    """
+
+    def __init__(
+        self, entries: Mapping[int, Entry], about: About | None, path: object = None
+    ) -> None:
+        self.entries = dict(sorted(entries.items()))
+        self.about = about
+        self.path = path
+        first = next(iter(self.entries.values()))
+        self.rank, self.hidden = first.a.shape
+        self.experts = len(first.offset)
+
+    def predict(self, layer: int, x: F32) -> F32 | None:
+        """Scores before bias of layer ``layer + 1`` [T, E], from ``x`` [T, d] of ``layer``.
+
+        None where this predictor has no entry for the layer.
+        """
+        entry = self.entries.get(layer)
+        if entry is None:
+            return None
+        predicted: F32 = np.matmul(np.matmul(x, entry.a.T), entry.b.T)
+        return np.add(predicted, entry.offset, out=predicted)
+
+    def truncated(self, rank: int) -> Adapter:
+        """The predictor of a lower rank that is in this one."""
+        if not 1 <= rank <= self.rank:
+            raise AdapterError(
+                "no predictor of this rank in the file",
+                path=self.path,
+                expected=f"1 to {self.rank}",
+                found=rank,
+                remedy="train one of a higher rank (ds4q adapter train --rank R)",
+            )
+        cut = {layer: Entry(a[:rank], b[:, :rank], c) for layer, (a, b, c) in self.entries.items()}
+        return Adapter(cut, self.about, self.path)
+
+    def check_model(self, config: ModelConfig, artifact: str) -> None:
+        """Refuse a predictor of another model than the one of ``artifact_identity`` ``artifact``.
+
+        A file of version 1 names no model: only its sizes are compared.
+        """
+        self.check_sizes(config.num_hidden_layers, config.hidden_size, config.n_routed_experts)
+        self.check_artifact(artifact)
+
+    def check_artifact(self, artifact: str) -> None:
+        """Refuse a predictor that names another artifact."""
+        if self.about is not None and self.about.artifact != artifact:
+            raise AdapterError(
+                "expert predictor of another model",
+                path=self.path,
+                expected=f"artifact {artifact}",
+                found=self.about.artifact,
+            )
+
+    def check_sizes(self, layers: int, hidden: int, experts: int) -> None:
+        """Refuse a predictor for a model of other sizes."""
+        found = (self.hidden, self.experts)
+        if found != (hidden, experts) or max(self.entries) + 1 >= layers:
+            raise AdapterError(
+                "expert predictor of another model",
+                path=self.path,
+                expected=f"{layers} layers, hidden size {hidden}, {experts} experts",
+                found=f"source layers up to {max(self.entries)}, {found[0]}, {found[1]}",
+            )
+
+
+def write_adapter(path: str | os.PathLike[str], adapter: Adapter) -> int:
+    """Write a predictor as version 2, whole or not at all, and return its bytes.
+
+    A and B are rounded to float16; an adapter whose entries are float16 already is kept exactly.
+    """
+    if adapter.about is None:
+        raise AdapterError("a predictor that names no model is not written", path=path)
+    about = canonical(asdict(adapter.about))
+    counts = (len(adapter.entries), adapter.hidden, adapter.experts, adapter.rank)
+    parts = [_HEAD.pack(MAGIC, VERSION, *counts), _WORD.pack(len(about)), about]
+    for layer, (a, b, offset) in adapter.entries.items():
+        parts.append(_WORD.pack(layer))
+        parts += [a.astype("<f2").tobytes(), b.astype("<f2").tobytes()]
+        parts.append(offset.astype("<f4").tobytes())
+    body = b"".join(parts)
+    place = Path(path)
+    sibling = place.with_name(place.name + ".partial")
+    try:
+        with sibling.open("wb") as file:
+            file.write(body + xxhash.xxh3_128(body).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(sibling, place)
+    finally:
+        sibling.unlink(missing_ok=True)
+    return len(body) + _DIGEST_BYTES
+
+
+def read_adapter(path: str | os.PathLike[str]) -> Adapter:
+    """Read a predictor of version 1 or 2.
+
+    Raises
+    ------
+    AdapterError : not a predictor, of another version, of a length that its counts do not give,
+        damaged, or of numbers that are not finite. Counts are checked against the file's length
+        before anything is allocated.
+    """
+    with open(path, "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        version, n, d, e, rank = _read_head(file, path)
+        about_raw = _read_about(file, nbytes, path) if version == VERSION else b""
+        entry_bytes = 4 + 2 * rank * (d + e) + (4 * e if version == VERSION else 0)
+        begin = file.tell()
+        end = begin + n * entry_bytes
+        expected = end + (_DIGEST_BYTES if version == VERSION else 0)
+        if nbytes != expected:
+            raise AdapterError(
+                "file is cut short" if nbytes < expected else "bytes follow the end",
+                path=path,
+                expected=f"{expected} bytes for {n} entries of rank {rank}, {d} to {e}",
+                found=nbytes,
+            )
+        file.seek(0)
+        body = file.read(expected)
+    if len(body) != expected:
+        raise AdapterError("file changed while it was read", path=path)
+    if version == VERSION and xxhash.xxh3_128(body[:end]).digest() != body[end:]:
+        raise AdapterError("file is damaged: its digest differs", path=path)
+    about = _parse_about(about_raw, path) if version == VERSION else None
+    entries: dict[int, Entry] = {}
+    for at in range(begin, end, entry_bytes):
+        (layer,) = _WORD.unpack_from(body, at)
+        if entries and layer <= max(entries):
+            raise AdapterError("source layers do not rise", path=path, found=layer)
+        entries[layer] = _entry(body, at + 4, (d, e, rank), version, path)
+    return Adapter(entries, about, path)
+
+
+def _read_head(file: BinaryIO, path: object) -> tuple[int, ...]:
+    raw = file.read(_HEAD.size)
+    if raw[: len(MAGIC)] != MAGIC:
+        raise AdapterError("not an expert predictor", path=path, found=raw[: len(MAGIC)])
+    if len(raw) < _HEAD.size:
+        raise AdapterError("cut short in its header", path=path)
+    _, version, *counts = _HEAD.unpack(raw)
+    if version not in (1, VERSION):
+        raise AdapterError(
+            "expert predictor of another version", path=path, expected="1 or 2", found=version
+        )
+    if 0 in counts:
+        raise AdapterError("a count of zero", path=path, found=counts)
+    return version, *counts
+
+
+def _read_about(file: BinaryIO, nbytes: int, path: object) -> bytes:
+    raw = file.read(_WORD.size)
+    (length,) = _WORD.unpack(raw) if len(raw) == _WORD.size else (0,)
+    if not 0 < length <= min(MAX_ABOUT_BYTES, nbytes - file.tell()):
+        raise AdapterError("length of its description out of bounds", path=path, found=length)
+    return file.read(length)
+
+
+def _parse_about(raw: bytes, path: object) -> About:
+    try:
+        document: dict[str, Any] = parse_metadata(raw, path)
+        texts = document.pop("texts")
+        about = About(texts=tuple(texts), **document)
+    except (MetadataError, KeyError, TypeError) as error:
+        raise AdapterError("description cannot be read", path=path, found=error) from None
+    words = (about.artifact, about.state, about.target, about.normalisation, *about.texts)
+    if not all(type(word) is str for word in words):
+        raise AdapterError("description cannot be read", path=path, found=words)
+    made_for = (about.state, about.target, about.normalisation)
+    if made_for != (STATE, TARGET, NORMALISATION):
+        raise AdapterError(
+            "expert predictor for another state",
+            path=path,
+            expected=(STATE, TARGET, NORMALISATION),
+            found=made_for,
+        )
+    return about
+
+
+def _entry(body: bytes, at: int, sizes: tuple[int, int, int], version: int, path: object) -> Entry:
+    d, e, rank = sizes
+    a = np.frombuffer(body, "<f2", rank * d, at).reshape(rank, d).astype(np.float32)
+    at += 2 * rank * d
+    b = np.frombuffer(body, "<f2", e * rank, at).reshape(e, rank).astype(np.float32)
+    at += 2 * e * rank
+    offset = np.zeros(e, np.float32)
+    if version == VERSION:
+        offset = np.frombuffer(body, "<f4", e, at).astype(np.float32)
+    for part in (a, b, offset):
+        if not np.isfinite(part).all():
+            raise AdapterError("a number that is not finite", path=path)
+    return Entry(a, b, offset)
