@@ -26,7 +26,7 @@ from ds4q.runtime.errors import (
 from ds4q.runtime.experts.catalogue import Catalogue, Key
 from ds4q.runtime.experts.ledger import Dispatch, Ledger
 from ds4q.runtime.experts.ownership import ExpertOwnership
-from ds4q.runtime.experts.policy import make_policy
+from ds4q.runtime.experts.policy import make_policies
 from ds4q.runtime.experts.reading import Fill, Purpose, Transport
 from ds4q.runtime.experts.slots import Entry, LayerSlots, Survey
 from ds4q.runtime.experts.store import Phase
@@ -115,11 +115,16 @@ class Pager:
             LayerSlots(
                 slots,
                 spare,
-                make_policy(policy, slots, catalogue.experts),
+                rule,
                 [record.nbytes for record in records],
                 self._ledger.ahead,
             )
-            for records, spare in zip(catalogue.records, self._quarantine, strict=True)
+            for records, spare, rule in zip(
+                catalogue.records,
+                self._quarantine,
+                make_policies(policy, len(catalogue.records), slots, catalogue.experts),
+                strict=True,
+            )
         ]
         self._seen: list[set[int]] = [set() for _ in self._layers]
         self._retiring: list[deque[tuple[Event, list[Entry]]]] = [deque() for _ in self._layers]
