@@ -42,7 +42,7 @@ _FRAME = struct.Struct("<II")
 _FRONT = struct.Struct("<10sH")
 _KIND = struct.Struct("<B")
 _BAND = struct.Struct("<QIBIHIHHHHHQ")
-_WARM = struct.Struct("<HH")
+_EXPERT = struct.Struct("<HH")
 _STATES = struct.Struct("<QIBIHIHII")
 _ROUTER = struct.Struct("<HII")
 _END = struct.Struct("<Q")
@@ -66,6 +66,7 @@ class _Kind(enum.IntEnum):
     WARM = 2
     STATES = 3
     ROUTER = 4
+    GONE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,13 @@ class WarmRecord(NamedTuple):
     expert: int
 
 
+class GoneRecord(NamedTuple):
+    """An expert whose read failed, after the dispatch that asked for it."""
+
+    layer: int
+    expert: int
+
+
 class StatesRecord(NamedTuple):
     """What the router of a layer saw: ``hidden`` [T, d], and its scores before bias [T, E].
 
@@ -164,7 +172,7 @@ class RouterRecord(NamedTuple):
     bias: npt.NDArray[np.float32]
 
 
-Record = BandRecord | WarmRecord | StatesRecord | RouterRecord
+Record = BandRecord | WarmRecord | GoneRecord | StatesRecord | RouterRecord
 
 
 def artifact_identity(reader: Reader) -> str:
@@ -221,7 +229,11 @@ class Recorder:
 
     def warm(self, layer: int, expert: int) -> None:
         """Add an expert that the warm start made resident."""
-        self._write(_Kind.WARM, _WARM.pack(layer, expert))
+        self._write(_Kind.WARM, _EXPERT.pack(layer, expert))
+
+    def gone(self, layer: int, expert: int) -> None:
+        """Add an expert whose read failed: it is resident no longer."""
+        self._write(_Kind.GONE, _EXPERT.pack(layer, expert))
 
     def states(
         self,
@@ -369,10 +381,9 @@ class _Records:
             if kind == _Kind.BAND:
                 yield self._band()
             elif kind == _Kind.WARM:
-                layer, expert = self._unpack(_WARM)
-                self._check(layer < self._header.layers, "layer", layer)
-                self._check(expert < self._header.experts, "expert", expert)
-                yield WarmRecord(layer, expert)
+                yield WarmRecord(*self._expert())
+            elif kind == _Kind.GONE:
+                yield GoneRecord(*self._expert())
             elif kind == _Kind.STATES:
                 yield self._states()
             elif kind == _Kind.ROUTER:
@@ -437,6 +448,12 @@ class _Records:
     def _check_router_shape(self, d: int, e: int) -> None:
         self._check(d == self._header.hidden, "hidden size", d)
         self._check(e == self._header.experts, "scores of a token", e)
+
+    def _expert(self) -> tuple[int, int]:
+        layer, expert = self._unpack(_EXPERT)
+        self._check(layer < self._header.layers, "layer", layer)
+        self._check(expert < self._header.experts, "expert", expert)
+        return layer, expert
 
     def _end(self) -> None:
         (count,) = self._unpack(_END)
