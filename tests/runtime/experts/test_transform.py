@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +26,21 @@ from ds4q.artifact.types import (
     TensorType,
     type_of,
 )
+from ds4q.runtime.backend.cpu import CpuBackend
+from ds4q.runtime.backend.weights import Expert
 from ds4q.runtime.config import parse_config
+from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import FillTransformError
 from ds4q.runtime.experts.catalogue import Catalogue, Key, Record
+from ds4q.runtime.experts.ownership import ExpertOwnership
+from ds4q.runtime.experts.paged import PagedExperts
+from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose
 from ds4q.runtime.experts.slots import HostSlots
+from ds4q.runtime.experts.store import Band, Phase
 from ds4q.runtime.experts.transform import Parts, WidthSlice
 from ds4q.runtime.experts.transport import HostTransport
-from ds4q.runtime.source import Tensors
+from ds4q.runtime.source import ArtifactSource, Tensors
 from tests.checks import check_refused
 
 U8 = npt.NDArray[np.uint8]
@@ -252,3 +260,117 @@ def fill_all(transport: HostTransport, fills: list[Fill]) -> None:
     for _ in fills:
         assert ended.acquire(timeout=60)
     assert errors == [None] * len(fills)
+
+
+# ----------------------------------------------------------------------------- two ranks, one model
+
+
+class Halves(dict[int, Expert]):
+    """Experts of rank 0, and beside them the other ranks' shares of the same."""
+
+    def __init__(self, parts: Sequence[Mapping[int, Expert]]) -> None:
+        super().__init__(parts[0])
+        self.parts = parts
+
+
+class Ranks:
+    """A store of several ranks in one process: each pages its share of every expert."""
+
+    def __init__(self, reader: Reader, ranks: int, slots: int) -> None:
+        self.ranks = []
+        for rank in range(ranks):
+            catalogue = catalogue_of(reader, WidthSlice(rank, ranks))
+            held = HostSlots(catalogue.geometry, [slots] * len(catalogue.geometry))
+            transport = HostTransport(catalogue, ExpertReader(reader, catalogue), held, threads=2)
+            pager = Pager(catalogue, slots, transport, policy="lru")
+            everyone = ExpertOwnership.all(catalogue.experts)
+            tensors = Tensors(reader)
+            tensors.bind(entry for record in catalogue for entry in record.entries)
+            self.ranks.append(PagedExperts(pager, held, catalogue, tensors, everyone, band=slots))
+
+    def begin(self, *args: Any) -> None:
+        for rank in self.ranks:
+            rank.begin(*args)
+
+    def bands(self, layer: int, ids: Any, phase: Phase) -> Generator[Band, None, None]:
+        for bands in zip(*(rank.bands(layer, ids, phase) for rank in self.ranks), strict=True):
+            yield Band(Halves([band.experts for band in bands]), bands[0].where)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+def reduce_ranks(monkeypatch: pytest.MonkeyPatch, parts: slice) -> None:
+    """Add the ranks' rows in rank order, as a reduction between them would."""
+    real = CpuBackend.experts
+
+    def experts(
+        self: CpuBackend,
+        x: Any,
+        ids: Any,
+        held: Any,
+        limit: float,
+        where: Any = None,
+        out: Any = None,
+    ) -> Any:
+        if not isinstance(held, Halves):
+            return real(self, x, ids, held, limit, where=where, out=out)
+        mine = slice(None) if where is None else where
+        total = np.zeros((*ids.shape, x.shape[1]), np.float32) if out is None else out
+        for number, part in enumerate(held.parts[parts]):
+            rows = real(self, x, ids, part, limit, where=where)
+            total[mine] = rows[mine] if number == 0 else total[mine] + rows[mine]
+        return total
+
+    monkeypatch.setattr(CpuBackend, "experts", experts)
+
+
+def logits_of(engine: Engine, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    return engine.forward(engine.new_state(), ids, "all")
+
+
+def greedy(engine: Engine, prompt: Sequence[int], n: int) -> list[int]:
+    state, ids = engine.new_state(), list(prompt)
+    step: Sequence[int] = prompt
+    for _ in range(n):
+        step = [int(engine.forward(state, step)[-1].argmax())]
+        ids += step
+    return ids
+
+
+def two_ranks(reader: Reader, slots: int) -> tuple[Engine, Ranks]:
+    config = parse_config(reader.metadata["config"], path=reader.path)
+    source, ranks = ArtifactSource(reader), Ranks(reader, 2, slots)
+    engine = Engine(config, source, ranks, threads=2)
+    source.fill(None)
+    return engine, ranks
+
+
+@pytest.mark.parametrize("slots", [4, 16], ids=["thrashing", "fitting"])
+def test_two_ranks_choose_the_same_tokens(
+    tiny: Reader, tiny_engine: Engine, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [list(b"def copy(x):\n    return"), list(b"the quick brown fox " * 8)]
+    reduce_ranks(monkeypatch, slice(None))
+    engine, ranks = two_ranks(tiny, slots)
+    for prompt in prompts:
+        assert greedy(engine, prompt, 24) == greedy(tiny_engine, prompt, 24)
+    whole, parts = (logits_of(e, prompts[0]) for e in (tiny_engine, engine))
+    assert np.abs(whole - parts).max() < 1e-3
+    for rank in ranks.ranks:
+        counts = rank.counters()
+        assert (sum(counts[p]["evictions"] for p in ("prefill", "decode")) > 0) == (slots < 16)
+    ranks.close()
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_one_rank_alone_is_not_the_model(
+    tiny: Reader, tiny_engine: Engine, alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above would say if a rank held nothing of use, or held everything."""
+    prompt = list(b"the quick brown fox ")
+    reduce_ranks(monkeypatch, slice(alone, alone + 1))
+    engine, ranks = two_ranks(tiny, 16)
+    assert np.abs(logits_of(tiny_engine, prompt) - logits_of(engine, prompt)).max() > 0.1
+    ranks.close()
