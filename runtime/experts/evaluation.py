@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ds4q.runtime.errors import AdapterError
 from ds4q.runtime.experts.adapter import Adapter
 from ds4q.runtime.experts.fit import Pair, Texts, pairs
+from ds4q.runtime.experts.predict import best
 from ds4q.runtime.experts.trace import RouterRecord, Trace
 from ds4q.runtime.model.moe import scores
 
@@ -126,11 +127,6 @@ def evaluate(adapter: Adapter, trace: Trace, *, ranks: Sequence[int] | None = No
     others = [Predictor(name, None, tally.figures()) for name, tally in free.items()]
     held_out = None if adapter.about is None else text.digest() not in adapter.about.texts
     return Evaluation(held_out, text.tokens, len(layers), header.top_k, (*fitted, *others))
-
-
-def best(merit: F32, m: int) -> I64:
-    """The ``m`` experts of most merit [T, m], best first; ``merit`` [T, E]."""
-    return np.argsort(-merit, axis=1, kind="stable")[:, :m]
 
 
 @dataclass(slots=True)

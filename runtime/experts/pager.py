@@ -174,7 +174,9 @@ class Pager:
             raise
         return lease
 
-    def prefetch(self, layer: int, ids: Sequence[int], purpose: Purpose) -> int:
+    def prefetch(
+        self, layer: int, ids: Sequence[int], purpose: Purpose, *, most_bytes: int | None = None
+    ) -> int:
         """Begin to read experts ahead of their use, as far as slots can be spared; never waits.
 
         Parameters
@@ -182,6 +184,7 @@ class Pager:
         purpose : CERTAIN and SPECULATIVE use slots that residents leave over, in the order of
             ``ids``; WARM fills free slots in the background while no demand reads, and residents
             are what comes of it
+        most_bytes : CERTAIN and SPECULATIVE begin no read that brings ``loading_bytes`` above it
 
         Returns
         -------
@@ -196,7 +199,7 @@ class Pager:
             self._warm_up()
             return len(wanted)
         with self._change:
-            fills = self._place_ahead(layer, wanted, purpose)
+            fills = self._place_ahead(layer, wanted, purpose, most_bytes)
         self._start(fills)
         return len(fills)
 
@@ -298,15 +301,24 @@ class Pager:
         seen.update(wanted)
         return {expert: met[expert] for expert in wanted}
 
-    def _place_ahead(self, layer: int, wanted: Mapping[int, None], purpose: Purpose) -> list[Fill]:
+    def _place_ahead(
+        self,
+        layer: int,
+        wanted: Mapping[int, None],
+        purpose: Purpose,
+        most_bytes: int | None = None,
+    ) -> list[Fill]:
         slots = self._layers[layer]
-        placed = (slots.place_ahead(expert, purpose, wanted) for expert in wanted)
-        fills = [
-            Fill(Key(layer, entry.expert), entry.slot, purpose)
-            for entry in placed
-            if entry is not None
-        ]
-        self._begin(fills)
+        fills: list[Fill] = []
+        for expert in wanted:
+            key = Key(layer, expert)
+            after = self._loading_bytes + self._catalogue[key].nbytes
+            if most_bytes is not None and after > most_bytes:
+                break
+            entry = slots.place_ahead(expert, purpose, wanted)
+            if entry is not None:
+                fills.append(Fill(key, entry.slot, purpose))
+                self._begin(fills[-1:])
         return fills
 
     # ------------------------------------------------------------------ waiting
