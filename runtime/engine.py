@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import count
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +22,18 @@ from ds4q.runtime.backend.cpu import CpuBackend
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.config import ModelConfig, parse_config
 from ds4q.runtime.errors import ConfigError, ContextError, RunError, TokenError
+from ds4q.runtime.experts.cache import ExpertCache, open_cache
+from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.resident import ResidentExperts
 from ds4q.runtime.experts.store import ExpertStore, Phase
 from ds4q.runtime.kv import State
+from ds4q.runtime.laps import Laps
 from ds4q.runtime.model.block import Block
 from ds4q.runtime.model.head import Embedding, Head
 from ds4q.runtime.model.parts import Observer, Parts, Places, Step, Trace, WeightSource
 from ds4q.runtime.model.rope import layer_frequencies
 from ds4q.runtime.source import ArtifactSource, Progress
+from ds4q.runtime.spread import Spread
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
@@ -44,6 +52,12 @@ class Engine:
         grow, a number sizes them at once
     batch_tokens : most tokens that go through the layers together; bounds memory, changes nothing
     metadata : the artifact's, for whoever needs its tokenizer
+    cache : what ``experts`` belongs to, where they are not simply all in memory; closed with the
+        engine
+
+    Attributes
+    ----------
+    load_s : seconds that loading took, by what they went into
     """
 
     def __init__(
@@ -56,12 +70,16 @@ class Engine:
         max_context: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
         metadata: Mapping[str, Any] | None = None,
+        cache: ExpertCache | None = None,
     ) -> None:
         self.config = config
         self.metadata = {} if metadata is None else metadata
         self.max_context = checked_context(config, max_context, batch_tokens)
         self._sized_context = max_context
         self._batch_tokens = batch_tokens
+        self._cache = cache
+        self._sequences = count()
+        self.load_s: dict[str, float] = {}
         parts = Parts(config, source, experts, CpuBackend(threads), Workers(threads))
         self._embedding = Embedding(parts)
         self._blocks = [Block(parts, layer) for layer in range(config.num_hidden_layers)]
@@ -80,8 +98,11 @@ class Engine:
         max_context: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
         progress: Progress | None = None,
+        cache: CacheOptions | None = None,
+        layers: int | None = None,
+        spread: Spread | None = None,
     ) -> Engine:
-        """Load an artifact, all experts resident.
+        """Load an artifact; without ``cache`` all experts are in memory.
 
         Everything that the header and index can tell is checked before the first large read.
 
@@ -89,26 +110,54 @@ class Engine:
         ----------
         path : an HFQ file
         progress : called with (bytes read, bytes in all)
+        cache : how routed experts are kept
+        layers : run only so many, then the head
+        spread : what the model runs on; one CPU is all there is
 
         Raises
         ------
         ArtifactError : the file breaks a rule of the format
-        RunError : it holds no complete model that this runtime can run
+        RunError : it holds no complete model that this runtime can run, or not as asked
         """
-        with Reader(path) as reader:
-            config = checked_config(reader)
+        (spread or Spread()).check(paged=cache is not None and cache.paged)
+        laps = Laps()
+        with Reader(path) as reader, ExitStack() as stack:
+            laps.lap("open")
+            config = shortened(checked_config(reader), layers)
             source = ArtifactSource(reader)
+            laps.lap("tables")
+            experts: ExpertStore
+            opened = None
+            if cache is None:
+                experts = ResidentExperts(config, source, path=reader.path)
+            else:
+                context = checked_context(config, max_context, batch_tokens)
+                opened = open_cache(
+                    reader,
+                    config,
+                    source,
+                    cache,
+                    state_bytes=kv.state_bytes(config, batch_tokens, context),
+                    laps=laps,
+                )
+                stack.callback(opened.close)
+                experts = opened.store
             engine = cls(
                 config,
                 source,
-                ResidentExperts(config, source, path=reader.path),
+                experts,
                 threads=threads,
                 max_context=max_context,
                 batch_tokens=batch_tokens,
                 metadata=reader.metadata,
+                cache=opened,
             )
+            laps.lap("audit")
             source.fill(progress)
             reader.check_unchanged()
+            laps.lap("dense")
+            stack.pop_all()
+        engine.load_s = laps.seconds
         return engine
 
     @property
@@ -116,9 +165,33 @@ class Engine:
         """Number of token ids."""
         return self.config.vocab_size
 
+    @property
+    def notes(self) -> list[str]:
+        """What a user should hear of how experts are kept, one line each."""
+        return [] if self._cache is None else self._cache.notes
+
+    def cache_counters(self) -> dict[str, Any] | None:
+        """What the pager of routed experts counted; None where nothing is paged."""
+        return None if self._cache is None else self._cache.counters()
+
+    def close(self) -> None:
+        """End all reading and finish a trace; a second call does nothing."""
+        if self._cache is not None:
+            self._cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
     def new_state(self) -> State:
         """An empty sequence."""
-        return kv.new_state(self.config, self._batch_tokens, self._sized_context)
+        state = kv.new_state(self.config, self._batch_tokens, self._sized_context)
+        state.number = next(self._sequences)
+        return state
 
     def forward(
         self,
@@ -168,11 +241,27 @@ class Engine:
             ratio: Places.of(frequencies, ratio, state.position, len(ids))
             for ratio, frequencies in self._frequencies.items()
         }
-        step = Step(ids, state.position, places, trace, observer, phase)
+        routed = None
+        if self._cache is not None:
+            self._cache.begin(state.number, state.position, ids, phase)
+            routed = self._cache.routed
+        step = Step(ids, state.position, places, trace, observer, phase, routed)
         streams = self._embedding.forward(ids)
         for block, cache in zip(self._blocks, state.layers, strict=True):
             streams = block.forward(streams, step, cache)
         return streams
+
+
+def shortened(config: ModelConfig, layers: int | None) -> ModelConfig:
+    """The config of the first ``layers`` layers alone; None: as it is."""
+    if layers is None:
+        return config
+    if not 1 <= layers <= config.num_hidden_layers:
+        raise RunError(
+            "number of layers", expected=f"1 to {config.num_hidden_layers}", found=layers
+        )
+    ratios = config.compress_ratios[:layers]
+    return replace(config, num_hidden_layers=layers, compress_ratios=ratios)
 
 
 def checked_context(config: ModelConfig, max_context: int | None, batch_tokens: int) -> int:

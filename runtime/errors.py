@@ -247,3 +247,9 @@ class SlotTimeoutError(RunError):
 
     rule = "no slot has become free"
     cure = "release leases earlier, or give a larger --expert-cache"
+
+
+class SpreadError(RunError, ValueError):
+    """A way to spread a model over ranks or devices that cannot be done."""
+
+    rule = "the model cannot be spread this way"

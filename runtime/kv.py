@@ -105,10 +105,14 @@ class LayerCache:
 
 @dataclass(slots=True)
 class State:
-    """One sequence: ``position`` tokens are committed; the next token gets that position."""
+    """One sequence: ``position`` tokens are committed; the next token gets that position.
+
+    ``number`` tells sequences of an engine apart in its records.
+    """
 
     layers: list[LayerCache]
     position: int = field(default=0)
+    number: int = field(default=0)
 
     @property
     def nbytes(self) -> int:
@@ -121,3 +125,17 @@ def new_state(config: ModelConfig, batch: int, max_context: int | None) -> State
     return State(
         [LayerCache(config, layer, batch, max_context) for layer in range(config.num_hidden_layers)]
     )
+
+
+def state_bytes(config: ModelConfig, batch: int, max_context: int) -> int:
+    """Bytes of a sequence of ``max_context`` tokens, without making it."""
+    floats = 0
+    for ratio in config.compress_ratios:
+        floats += window_rows(config, batch) * config.head_dim
+        widths = ((config.head_dim,) if ratio else ()) + (
+            (config.index_head_dim,) if ratio == 4 else ()
+        )
+        for width in widths:
+            floats += 2 * ring_rows(ratio, batch) * overlap(ratio) * width
+            floats += _whole_tiles(max_context // ratio) * width
+    return 4 * floats

@@ -6,16 +6,17 @@ missing or misshapen is refused before the first large read; ``fill`` then reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.binding import Registry
+from ds4q.artifact.binding import Compact, Owner, Registry, Slot
 from ds4q.artifact.codings import Codings
 from ds4q.artifact.formats import Codec, Coding
 from ds4q.artifact.hfq import Reader, TensorEntry
+from ds4q.artifact.tables import expert_name, table_name
 from ds4q.artifact.types import MIXED, TIDI32, check_entry, type_of
 from ds4q.runtime.backend.decoders import FORMATS
 from ds4q.runtime.backend.weights import Weight
@@ -45,6 +46,7 @@ class Tensors:
         self._reader = reader
         self._codings = Codings.of(reader)
         self._registry = Registry(self._codings.tables)
+        self._slots: dict[str, Slot] = {}  # of tensors whose slot is not their name
 
     def values(self, name: str, *shape: int) -> F32:
         """A small tensor of any decodable float type, read and decoded now."""
@@ -118,7 +120,7 @@ class Tensors:
     def coding(self, entry: TensorEntry) -> Coding | None:
         """What the bytes of a bound tensor cannot be read without."""
         if type_of(entry.type_id) in MIXED:
-            return self._registry.row(entry.name, entry.name)
+            return self._registry.row(self._slots.get(entry.name, entry.name), entry.name)
         return self._codings.coding(entry.name)
 
     def check_rows(self, entry: TensorEntry, part: U8, first: int, last: int) -> None:
@@ -168,6 +170,36 @@ class ArtifactSource(Tensors):
             found[entry.name] = self._plan(entry, buffer[at : at + entry.nbytes])
             at += entry.nbytes
         return found
+
+    def owned_matrices(
+        self, layer: int, experts: Sequence[int], shapes: Mapping[str, tuple[int, int]]
+    ) -> dict[str, Weight]:
+        """Packed matrices of an owner's experts, a buffer per projection; bytes come with ``fill``.
+
+        Those of mixed types stand first in it, and their decode tables are bound as those of an
+        owner that has no other beside it.
+        """
+        ids: dict[str, tuple[int, ...]] = {}
+        held: dict[str, Compact] = {}
+        parts: list[tuple[TensorEntry, U8]] = []
+        for projection, shape in shapes.items():
+            entries = [self.matrix_entry(expert_name(layer, e, projection), shape) for e in experts]
+            is_mixed = [type_of(entry.type_id) in MIXED for entry in entries]
+            mixed = [entry for entry, is_ in zip(entries, is_mixed, strict=True) if is_]
+            plain = [entry for entry, is_ in zip(entries, is_mixed, strict=True) if not is_]
+            buffer = np.empty(sum(entry.nbytes for entry in entries), dtype=np.uint8)
+            at = 0
+            for entry in mixed + plain:
+                parts.append((entry, buffer[at : at + entry.nbytes]))
+                at += entry.nbytes
+            if mixed:
+                key = table_name(layer, projection)
+                nbytes = sum(entry.nbytes for entry in mixed)
+                ids[projection] = tuple(e for e, is_ in zip(experts, is_mixed, strict=True) if is_)
+                held[projection] = Compact(key, mixed[0].type_id, (len(mixed), *shape), nbytes)
+                self._slots |= {entry.name: (key, local) for local, entry in enumerate(mixed)}
+        self._registry.bind_owners(layer, Owner(ids, held), Owner(), "none")
+        return {entry.name: self._plan(entry, part) for entry, part in parts}
 
     def fill(self, progress: Progress | None) -> None:
         """Read and check the bytes of every planned matrix.

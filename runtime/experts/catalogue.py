@@ -77,8 +77,8 @@ class Catalogue:
 
     Parameters
     ----------
-    tensors : binds the decode tables of the experts, by global id; they stay bound
     path : named in errors
+    bind : bind the decode tables of all experts in ``tensors``, see ``bind``
     transform : how slots come to hold something else than the file; None: they hold the same bytes
 
     Attributes
@@ -100,6 +100,7 @@ class Catalogue:
         *,
         path: object = None,
         transform: ExpertFillTransform | None = None,
+        bind: bool = True,
     ) -> None:
         self.path = path
         self.transform = transform
@@ -111,6 +112,13 @@ class Catalogue:
         if transform is not None:
             self.packed = tuple(tuple(map(transform.packed, layer)) for layer in self.records)
         self.geometry = tuple(_geometry(layer) for layer in self.packed)
+        if bind:
+            self.bind(tensors)
+
+    def bind(self, tensors: Tensors) -> None:
+        """Bind the decode tables of the experts, by global id; they stay bound."""
+        for layer in self.records:
+            tensors.bind(entry for record in layer for entry in record.entries)
 
     def __getitem__(self, key: Key) -> Record:
         return self.records[key.layer][key.expert]
@@ -155,7 +163,6 @@ def _layer_records(
         down = tensors.matrix_entry(f"{name}.w2.weight", (d, width))
         check_gate_and_up(name, gate.type_id, up.type_id, path)
         found.append(Record(Key(layer, expert), gate, up, down))
-    tensors.bind(entry for record in found for entry in record.entries)
     return tuple(found)
 
 

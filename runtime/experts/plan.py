@@ -1,0 +1,140 @@
+"""Owns the arithmetic of an expert cache: how many slots a budget buys, and what cannot be.
+
+Every layer gets the same number of slots, each as long as the layer's longest expert. Reads the
+artifact's index only; allocates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.errors import CacheError
+from ds4q.runtime.experts.budget import RESERVE_BYTES, available_bytes, grant
+from ds4q.runtime.experts.catalogue import Catalogue
+from ds4q.runtime.experts.options import CacheOptions
+
+_RESERVE_PART = 8  # of what is free, where that is little
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The slots of a cache.
+
+    Attributes
+    ----------
+    slots : experts of a layer that are in memory as demanded
+    quarantine : by layer, more slots for what is read ahead of its use
+    resident : all fit, so nothing is paged and the numbers before mean nothing
+    """
+
+    slots: int
+    quarantine: tuple[int, ...]
+    resident: bool
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Slots by layer, all told."""
+        return tuple(self.slots + extra for extra in self.quarantine)
+
+
+def plan_slots(
+    catalogue: Catalogue,
+    config: ModelConfig,
+    options: CacheOptions,
+    *,
+    owned: int,
+    needed: int,
+    available: Callable[[], int] = available_bytes,
+) -> Plan:
+    """The slots that ``options`` ask for.
+
+    Parameters
+    ----------
+    owned : experts of a layer that this rank holds
+    needed : bytes that everything but the slots will take
+    available : bytes that are free; raises ``CacheError`` where nobody can tell
+
+    Raises
+    ------
+    CacheError : fewer slots than one token may need, or more memory than there is
+    """
+    layers = config.num_hidden_layers
+    least = min(config.num_experts_per_tok, owned)
+    ahead = _ahead(config, options)
+    if options.slots is not None:
+        if not least <= options.slots <= owned:
+            raise CacheError(
+                "number of slots out of range",
+                path=catalogue.path,
+                expected=f"{least} to {owned}",
+                found=options.slots,
+            )
+        return Plan(options.slots, ahead, resident=False)
+    budget = _budget(catalogue, options, least, needed, available)
+    slots = budget // catalogue.slot_bytes
+    if slots >= owned:
+        return Plan(owned, (0,) * layers, resident=True)
+    if options.adapter is None:
+        ahead = _from_the_rest(catalogue, ahead, budget - slots * catalogue.slot_bytes)
+    else:
+        slots -= max(ahead)
+        if slots < least:
+            raise _too_small(catalogue, least + max(ahead), budget, "with prefetch ")
+    return Plan(slots, ahead, resident=False)
+
+
+def _budget(
+    catalogue: Catalogue,
+    options: CacheOptions,
+    least: int,
+    needed: int,
+    available: Callable[[], int],
+) -> int:
+    """Bytes of slots, enough for ``least`` slots a layer."""
+    asked, wanted = options.budget, least * catalogue.slot_bytes
+    if asked == "auto":
+        reserve = min(RESERVE_BYTES, available() // _RESERVE_PART)
+        budget = grant("auto", needed=needed, reserve=reserve, available=available)
+        if budget < wanted:
+            raise CacheError(
+                "memory leaves too little for an expert cache",
+                path=catalogue.path,
+                expected=f"at least {wanted:,} bytes: {least} slots in every layer",
+                found=f"{budget:,} bytes, beside {needed:,} for the rest of the model and "
+                f"{reserve:,} in reserve",
+                remedy="free memory, shorten the context, or pass --expert-cache SIZE",
+            )
+        return budget
+    if asked is None or asked < wanted:
+        raise _too_small(catalogue, least, asked or 0, "")
+    return grant(asked, needed=needed, available=available)
+
+
+def _too_small(catalogue: Catalogue, least: int, budget: int, how: str) -> CacheError:
+    wanted = least * catalogue.slot_bytes
+    return CacheError(
+        f"the expert cache is too small: {how}a token needs {least} slots in every layer",
+        path=catalogue.path,
+        expected=f"at least {wanted:,} bytes",
+        found=f"{budget:,} bytes, {budget // catalogue.slot_bytes} slots",
+        remedy=f"--expert-cache {wanted} or more",
+    )
+
+
+def _ahead(config: ModelConfig, options: CacheOptions) -> tuple[int, ...]:
+    """Slots by layer that reads ahead of their use want: hash layers' uses are certain."""
+    k = config.num_experts_per_tok
+    guesses = 0 if options.adapter is None else max(k, options.prefetch_top or 0)
+    return tuple(
+        max(guesses, k if config.is_hash_layer(layer) else 0)
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+def _from_the_rest(catalogue: Catalogue, ahead: tuple[int, ...], rest: int) -> tuple[int, ...]:
+    """As much of ``ahead``, evenly, as the bytes hold that are no whole slot in every layer."""
+    one = sum(layer.nbytes for layer, n in zip(catalogue.geometry, ahead, strict=True) if n)
+    share = min(max(ahead), rest // one) if one else 0
+    return tuple(min(n, share) for n in ahead)
