@@ -1,8 +1,8 @@
 """Owns running cache policies over a recorded trace, and the least that any policy could read.
 
-``reproduce`` meets the outcomes of a run again, expert by expert. ``price`` and ``belady`` tell what
-other policies and numbers of slots would have read; they read nothing ahead, so what a run had read
-ahead is a miss there. No weight is touched.
+``reproduce`` meets the outcomes of a run again, expert by expert. ``price`` and ``belady`` tell
+what other policies and numbers of slots would have read; they read nothing ahead, so what a run
+had read ahead is a miss there. No weight is touched.
 """
 
 from __future__ import annotations
