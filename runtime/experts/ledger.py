@@ -85,7 +85,7 @@ class Ledger:
         self.demands: dict[Phase, Demand] = {"prefill": Demand(), "decode": Demand()}
         self.ahead: dict[Purpose, Ahead] = {p: Ahead() for p in Purpose if p != Purpose.DEMAND}
         self._recorder = recorder
-        self._warmed: list[Key] = []  # that the trace has not heard of
+        self._changes: list[tuple[Key, bool]] = []  # that the trace has not heard of
         self._told = (0, 0, 0)  # of reads ahead, by the last record
 
     def enter(
@@ -109,10 +109,10 @@ class Ledger:
         if self._recorder is not None and dispatch is not None:
             self._record(self._recorder, layer, phase, outcomes, nbytes, dispatch)
 
-    def warmed(self, key: Key) -> None:
-        """The warm start made ``key`` resident."""
+    def changed(self, key: Key, came: bool) -> None:
+        """``key`` became resident by the warm start, or is no longer since its read failed."""
         if self._recorder is not None:
-            self._warmed.append(key)
+            self._changes.append((key, came))
 
     def told(self) -> dict[str, Any]:
         """All counts, by phase and by purpose; ``prefetch``: all but the warm start's."""
@@ -133,9 +133,9 @@ class Ledger:
         nbytes: int,
         dispatch: Dispatch,
     ) -> None:
-        warmed, self._warmed = self._warmed, []
-        for key in warmed:
-            recorder.warm(*key)
+        changes, self._changes = self._changes, []
+        for key, came in changes:
+            (recorder.warm if came else recorder.gone)(*key)
         certain, guesses = self.ahead[Purpose.CERTAIN], self.ahead[Purpose.SPECULATIVE]
         told = (
             certain.issued + guesses.issued,

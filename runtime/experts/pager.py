@@ -450,8 +450,9 @@ class Pager:
             self._finished += 1
             self._loading[fill.purpose] -= 1
             self._loading_bytes -= self._catalogue[fill.key].nbytes
-            if self._layers[fill.key.layer].finish(fill.key.expert, error):
-                self._ledger.warmed(fill.key)
+            came = self._layers[fill.key.layer].finish(fill.key.expert, error)
+            if came is not None:
+                self._ledger.changed(fill.key, came)
             self._change.notify_all()
 
     def _warm_up(self) -> None:

@@ -221,8 +221,13 @@ class LayerSlots:
         count.bytes += self._nbytes[expert]
         return entry
 
-    def finish(self, expert: int, error: BaseException | None) -> Entry | None:
-        """A read is over: the expert is complete, or gone. The entry, if it warms the cache now."""
+    def finish(self, expert: int, error: BaseException | None) -> bool | None:
+        """A read is over: the expert is complete, or it has no slot any more.
+
+        Returns
+        -------
+        True if it became resident, False if it was; None: the residents are the same
+        """
         entry = self._residents.get(expert)
         if entry is None:
             return self._finish_aside(self._aside[expert], error)
@@ -234,7 +239,7 @@ class LayerSlots:
             self._free.append(entry.slot)
         if error is not None or not entry.pins:
             self._busy -= 1
-        return None
+        return None if error is None else False
 
     def unpin(self, entry: Entry) -> None:
         """End a lease's hold."""
@@ -317,7 +322,7 @@ class LayerSlots:
         self._aside_loading -= entry.loading
         return entry
 
-    def _finish_aside(self, entry: Entry, error: BaseException | None) -> Entry | None:
+    def _finish_aside(self, entry: Entry, error: BaseException | None) -> bool | None:
         self._aside_loading -= 1
         entry.loading = False
         if error is not None:
@@ -327,6 +332,6 @@ class LayerSlots:
         elif entry.purpose is Purpose.WARM:
             if len(self._residents) < self.slots:
                 self._settle_in(self._leave_aside(entry))
-                return entry
+                return True
             self._drop(entry)
         return None
