@@ -253,3 +253,10 @@ class SpreadError(RunError, ValueError):
     """A way to spread a model over ranks or devices that cannot be done."""
 
     rule = "the model cannot be spread this way"
+
+
+class ProfileError(RunError, ValueError):
+    """A file that is no warm-start profile, or one of another artifact."""
+
+    rule = "warm-start profile cannot be used"
+    cure = "make one from a trace of this artifact (ds4q cache profile TRACE -o FILE)"

@@ -1,0 +1,124 @@
+"""Owns the warm-start profile: which experts of a layer a trace used most. Loads no expert.
+
+The file is canonical JSON, so one trace always gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ds4q.artifact.errors import MetadataError
+from ds4q.artifact.metadata import canonical, parse_metadata
+from ds4q.runtime.errors import ProfileError
+from ds4q.runtime.experts.trace import Trace
+
+FORMAT = "ds4q.profile.v1"
+MARK = b'"a_format":"ds4q.profile'  # the keys are sorted: it comes first
+MAX_PROFILE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Experts by layer, most used first; those never used are not listed.
+
+    ``artifact`` is the ``artifact_identity`` of the traced model, ``uses`` how often tokens chose
+    each expert.
+    """
+
+    artifact: str
+    experts: tuple[tuple[int, ...], ...]
+    uses: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, trace: Trace) -> Profile:
+        """Count a trace. Equal counts go by expert number."""
+        header = trace.header
+        counts = np.zeros((header.layers, header.experts), dtype=np.int64)
+        for record in trace.bands():
+            served = record.ids[np.isin(record.ids, record.distinct)]  # another band has the rest
+            counts[record.layer] += np.bincount(served, minlength=header.experts)
+        order = np.argsort(-counts, axis=1, kind="stable")
+        used = [ids[row[ids] > 0] for ids, row in zip(order, counts, strict=True)]
+        return cls(
+            header.artifact,
+            tuple(tuple(ids.tolist()) for ids in used),
+            tuple(tuple(row[ids].tolist()) for ids, row in zip(used, counts, strict=True)),
+        )
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        return canonical({"a_format": FORMAT} | asdict(self))
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 (hex) of the file: what a trace names as its warm start."""
+        return xxhash.xxh3_128(self.encode()).hexdigest()
+
+
+def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
+    """Write a profile, whole or not at all; a file of that name is replaced."""
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_bytes(profile.encode())
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_profile(path: str | os.PathLike[str], artifact: str, layers: int, experts: int) -> Profile:
+    """The profile at ``path``, of the artifact with that identity and those sizes.
+
+    Raises ``ProfileError``: not a profile, another artifact's, an expert out of range or twice.
+    """
+    document = _parse(path)
+    if document.pop("a_format", None) != FORMAT or document.keys() != {
+        each.name for each in fields(Profile)
+    }:
+        raise ProfileError("not a warm-start profile", path=path)
+    if document["artifact"] != artifact:
+        raise ProfileError(
+            "profile of another artifact", path=path, expected=artifact, found=document["artifact"]
+        )
+    ranked, uses = document["experts"], document["uses"]
+    if not _lists(ranked, layers) or not _lists(uses, layers):
+        raise ProfileError("profile is not one list of numbers a layer", path=path)
+    for layer, (ids, counts) in enumerate(zip(ranked, uses, strict=True)):
+        if len(ids) != len(counts) or len(set(ids)) != len(ids):
+            raise ProfileError(f"layer {layer}: an expert twice, or without its uses", path=path)
+        if ids and not 0 <= min(ids) <= max(ids) < experts:
+            raise ProfileError(
+                f"layer {layer}: expert out of range",
+                path=path,
+                expected=f"0 to {experts - 1}",
+                found=next(i for i in ids if not 0 <= i < experts),
+            )
+    return Profile(artifact, tuple(map(tuple, ranked)), tuple(map(tuple, uses)))
+
+
+def _parse(path: str | os.PathLike[str]) -> dict[str, Any]:
+    # O_NONBLOCK: a named pipe must not hang the open.
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PROFILE_BYTES:
+            raise ProfileError("not a warm-start profile", path=path)
+        raw = file.read()
+    try:
+        return parse_metadata(raw, path)
+    except MetadataError as error:
+        raise ProfileError("not a warm-start profile", path=path, found=error.what) from None
+
+
+def _lists(value: object, layers: int) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == layers
+        and all(isinstance(row, list) and all(type(x) is int for x in row) for row in value)
+    )
