@@ -156,6 +156,8 @@ class Engine:
             source.fill(progress)
             reader.check_unchanged()
             laps.lap("dense")
+            if opened is not None:
+                opened.attach([block.router for block in engine._blocks])
             stack.pop_all()
         engine.load_s = laps.seconds
         return engine

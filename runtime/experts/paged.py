@@ -22,6 +22,7 @@ from ds4q.runtime.experts.catalogue import Catalogue, Record
 from ds4q.runtime.experts.ledger import Dispatch
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.pager import Pager
+from ds4q.runtime.experts.reading import Transport
 from ds4q.runtime.experts.slots import HostSlots
 from ds4q.runtime.experts.store import Band, Phase
 from ds4q.runtime.source import Tensors
@@ -37,9 +38,6 @@ class Predictor(Protocol):
     def begin(self, ids: I64, phase: Phase) -> None:
         """A batch of token ids [T] begins: what follows from them alone is certain."""
 
-    def see(self, layer: int, ids: I64, logits: F32, x: F32) -> None:
-        """A router has chosen: ids [T, K], from gate logits [T, E], from its input [T, d]."""
-
     def issue(self, layer: int, phase: Phase) -> None:
         """The reads that ``layer`` itself needs are through; they come before any guess."""
 
@@ -49,13 +47,19 @@ class PagedExperts:
 
     Parameters
     ----------
-    slots, pager : of the same catalogue; the pager is closed with the store
+    pager, transport, slots : of the same catalogue; whoever made them closes them
     tensors : tell how the experts that are owned are decoded; their tables are bound
+    band : most experts that a band may have
+
+    Attributes
+    ----------
+    predictor : asks for experts ahead of their use
     """
 
     def __init__(
         self,
         pager: Pager,
+        transport: Transport,
         slots: HostSlots,
         catalogue: Catalogue,
         tensors: Tensors,
@@ -64,7 +68,8 @@ class PagedExperts:
         band: int,
     ) -> None:
         self.predictor: Predictor | None = None
-        self._pager = pager
+        self.pager = pager
+        self._transport = transport
         self._slots = slots
         self._packed = catalogue.packed
         self._ownership = ownership
@@ -108,7 +113,7 @@ class PagedExperts:
         for number, where in enumerate(cuts):
             started = time.perf_counter()
             asked = (ids if where is None else ids[where]).ravel().tolist()
-            with self._pager.acquire(layer, asked, phase, dispatch) as lease:
+            with self.pager.acquire(layer, asked, phase, dispatch) as lease:
                 if self.predictor is not None and number == len(cuts) - 1:
                     self.predictor.issue(layer, phase)
                 experts = {e: self._expert(layer, e, slot) for e, slot in lease.slots.items()}
@@ -120,15 +125,14 @@ class PagedExperts:
                     self._compute_s[phase] += time.perf_counter() - ready
 
     def counters(self) -> dict[str, Any]:
-        """Those of the pager; by phase also seconds of waiting for experts and of using them."""
-        counts = self._pager.counters()
+        """Those of the pager, and of the transport as ``reads``.
+
+        By phase also ``io_s`` and ``compute_s``: seconds of getting experts and of using them.
+        """
+        counts = self.pager.counters()
         for phase in self._io_s:
             counts[phase] |= {"io_s": self._io_s[phase], "compute_s": self._compute_s[phase]}
-        return counts
-
-    def close(self) -> None:
-        """End all reading."""
-        self._pager.close()
+        return counts | {"reads": self._transport.counters()}
 
     def _cut(self, ids: npt.NDArray[np.integer[Any]]) -> list[npt.NDArray[np.bool_] | None]:
         """Which of ``ids`` each band serves; None: all. Ids out of range go with the first."""

@@ -14,6 +14,7 @@ from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.budget import RESERVE_BYTES, available_bytes, grant
 from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.options import CacheOptions
+from ds4q.runtime.experts.predict import DEFAULT_TOP
 
 _RESERVE_PART = 8  # of what is free, where that is little
 
@@ -78,10 +79,11 @@ def plan_slots(
         return Plan(owned, (0,) * layers, resident=True)
     if options.adapter is None:
         ahead = _from_the_rest(catalogue, ahead, budget - slots * catalogue.slot_bytes)
-    else:
-        slots -= max(ahead)
-        if slots < least:
-            raise _too_small(catalogue, least + max(ahead), budget, "with prefetch ")
+        return Plan(slots, ahead, resident=False)
+    held = sum(n * layer.nbytes for n, layer in zip(ahead, catalogue.geometry, strict=True))
+    slots = (budget - held) // catalogue.slot_bytes
+    if slots < least:
+        raise _too_small(catalogue, least, budget, held)
     return Plan(slots, ahead, resident=False)
 
 
@@ -108,27 +110,28 @@ def _budget(
             )
         return budget
     if asked is None or asked < wanted:
-        raise _too_small(catalogue, least, asked or 0, "")
+        raise _too_small(catalogue, least, asked or 0, 0)
     return grant(asked, needed=needed, available=available)
 
 
-def _too_small(catalogue: Catalogue, least: int, budget: int, how: str) -> CacheError:
-    wanted = least * catalogue.slot_bytes
+def _too_small(catalogue: Catalogue, least: int, budget: int, held: int) -> CacheError:
+    """``held``: bytes that reads ahead take of the budget."""
+    wanted = least * catalogue.slot_bytes + held
+    beside = f", and prefetch {held:,} bytes" if held else ""
     return CacheError(
-        f"the expert cache is too small: {how}a token needs {least} slots in every layer",
+        f"the expert cache is too small: a token needs {least} slots in every layer{beside}",
         path=catalogue.path,
         expected=f"at least {wanted:,} bytes",
-        found=f"{budget:,} bytes, {budget // catalogue.slot_bytes} slots",
+        found=f"{budget:,} bytes, {max(0, budget - held) // catalogue.slot_bytes} slots",
         remedy=f"--expert-cache {wanted} or more",
     )
 
 
 def _ahead(config: ModelConfig, options: CacheOptions) -> tuple[int, ...]:
-    """Slots by layer that reads ahead of their use want: hash layers' uses are certain."""
-    k = config.num_experts_per_tok
-    guesses = 0 if options.adapter is None else max(k, options.prefetch_top or 0)
+    """Slots by layer for reads ahead of their use: certain ones of hash layers, else guesses."""
+    guesses = 0 if options.adapter is None else options.prefetch_top or DEFAULT_TOP
     return tuple(
-        max(guesses, k if config.is_hash_layer(layer) else 0)
+        config.num_experts_per_tok if config.is_hash_layer(layer) else guesses
         for layer in range(config.num_hidden_layers)
     )
 

@@ -10,7 +10,7 @@ T tokens, K experts per token, M guessed, E experts, d hidden size, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,7 +37,7 @@ class Slots(Protocol):
     """What reads ahead are asked of: a ``Pager``."""
 
     def prefetch(
-        self, layer: int, ids: Iterable[int], purpose: Purpose, *, most_bytes: int | None = None
+        self, layer: int, ids: Sequence[int], purpose: Purpose, *, most_bytes: int | None = None
     ) -> int:
         """Begin to read experts ahead of their use."""
 
