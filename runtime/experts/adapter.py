@@ -1,8 +1,8 @@
 """Owns the file of an expert predictor, and what it predicts. Fits nothing and fetches nothing.
 
-From the input h of layer L's router an entry predicts the scores of layer L + 1's router:
-``z(L + 1) = B (A h(L)) + offset``; with that router's bias added, the best are candidates. The
-router itself still chooses, so that a wrong guess costs a read, never a token.
+From the input h of layer L's router an entry predicts the scores of layer L + 1's router, up to
+what all experts share: ``z(L + 1) = B (A h(L)) + offset``; with that router's bias added, the best
+are candidates. The router itself still chooses: a wrong guess costs a read, never a token.
 
 Layout, little-endian, nothing between the parts:
 
@@ -45,7 +45,7 @@ MAGIC = b"HFADPT\0\0"
 VERSION = 2
 STATE = "router-input"  # h: what layer L's router multiplies, normed and scaled
 TARGET = "score-before-bias"  # z: sqrt(softplus(logits)) of layer L + 1
-NORMALISATION = "centred"  # the means of h and z are in the offset
+NORMALISATION = "centred over tokens and experts"  # what all experts share is not predicted
 MAX_ABOUT_BYTES = 1 << 20
 
 _HEAD = struct.Struct("<8s5I")

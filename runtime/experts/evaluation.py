@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.runtime.errors import AdapterError
+from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.adapter import Adapter
 from ds4q.runtime.experts.fit import Pair, Texts, pairs
 from ds4q.runtime.experts.predict import best
@@ -110,7 +110,7 @@ def evaluate(adapter: Adapter, trace: Trace, *, ranks: Sequence[int] | None = No
         layers.add(layer)
         router = routers.get(layer)
         if router is None:
-            raise AdapterError("the trace lacks a router", path=trace.path, found=f"layer {layer}")
+            raise TraceError("the trace lacks a router", path=trace.path, found=f"layer {layer}")
         x = pair.source.hidden.astype(np.float32)
         for tally, part in zip(tallies, cut, strict=True):
             predicted = part.predict(layer - 1, x)

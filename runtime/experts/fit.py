@@ -1,10 +1,11 @@
 """Owns fitting an expert predictor to recorded router states. Knows no file format of its own.
 
 For each layer L the scores of layer L + 1 (before bias) are regressed on the input of layer L's
-router, both centred: normal equations in float64 with a ridge, then the rank is cut by the singular
-values of the fitted scores, less what all experts share: the cut loses least of what tells experts
-apart, which a cut by the singular values of the weights would not (on ds4-tiny, rank 8 of 16 and
-M = K = 4: recall 60.8 against 58.3 %). d hidden size, E experts, T tokens.
+router, both centred: normal equations in float64 with a ridge. What all experts share is left out,
+since it tells none from another. Then the rank is cut by the singular values of the fitted scores:
+that loses least of what tells experts apart, which a cut by the singular values of the weights
+would not (on ds4-tiny, rank 8 of 16 and M = K = 4: recall 60.8 against 58.3 %).
+d hidden size, E experts, T tokens.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ class Sums:
             raise AdapterError("states that nothing can be fitted to", found=f"variance {mean}")
         both = self._hz / self.rows - np.outer(h, z)
         weights = np.linalg.solve(covariance + ridge * mean * np.eye(len(h)), both)  # [d, E]
-        apart = weights - weights.mean(axis=1, keepdims=True)
-        _, vectors = np.linalg.eigh(apart.T @ covariance @ apart)  # of the fitted scores
+        weights -= weights.mean(axis=1, keepdims=True)
+        _, vectors = np.linalg.eigh(weights.T @ covariance @ weights)  # of the fitted scores
         b = vectors[:, ::-1][:, :rank]
         a = (weights @ b).T
         # float16 keeps most where both factors of a component are of one size
