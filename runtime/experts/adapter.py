@@ -130,13 +130,13 @@ class Adapter:
     def check_model(self, config: ModelConfig, artifact: str) -> None:
         """Refuse a predictor of another model than the one of ``artifact_identity`` ``artifact``.
 
-        A file of version 1 names no model: only its sizes are compared.
+        A file of version 1 names no model: only its sizes are compared. Entries for layers that
+        are not run are no reason to refuse.
         """
-        self.check_sizes(config.num_hidden_layers, config.hidden_size, config.n_routed_experts)
-        self.check_artifact(artifact)
+        self.check(artifact, config.hidden_size, config.n_routed_experts)
 
-    def check_artifact(self, artifact: str) -> None:
-        """Refuse a predictor that names another artifact."""
+    def check(self, artifact: str, hidden: int, experts: int) -> None:
+        """As ``check_model``, of a model's sizes."""
         if self.about is not None and self.about.artifact != artifact:
             raise AdapterError(
                 "expert predictor of another model",
@@ -144,16 +144,12 @@ class Adapter:
                 expected=f"artifact {artifact}",
                 found=self.about.artifact,
             )
-
-    def check_sizes(self, layers: int, hidden: int, experts: int) -> None:
-        """Refuse a predictor for a model of other sizes."""
-        found = (self.hidden, self.experts)
-        if found != (hidden, experts) or max(self.entries) + 1 >= layers:
+        if (self.hidden, self.experts) != (hidden, experts):
             raise AdapterError(
                 "expert predictor of another model",
                 path=self.path,
-                expected=f"{layers} layers, hidden size {hidden}, {experts} experts",
-                found=f"source layers up to {max(self.entries)}, {found[0]}, {found[1]}",
+                expected=f"hidden size {hidden}, {experts} experts",
+                found=f"{self.hidden}, {self.experts}",
             )
 
 

@@ -83,7 +83,7 @@ class ExpertCache:
         if isinstance(self.store, PagedExperts | RecordedExperts):
             self.store.begin(sequence, position, ids, phase)
         if self._states is not None:
-            self._states.begin(ids, position, phase)
+            self._states.begin(sequence, position, ids, phase)
 
     def counters(self) -> dict[str, Any] | None:
         """What pager and transport counted; None where nothing is paged."""

@@ -93,8 +93,7 @@ def evaluate(adapter: Adapter, trace: Trace, *, ranks: Sequence[int] | None = No
     TraceError : the trace cannot be read, or holds no states
     """
     header = trace.header
-    adapter.check_sizes(header.layers, header.hidden, header.experts)
-    adapter.check_artifact(header.artifact)
+    adapter.check(header.artifact, header.hidden, header.experts)
     if ranks is None:
         ranks = [*(rank for rank in RANKS if rank < adapter.rank), adapter.rank]
     cut = [adapter.truncated(rank) for rank in ranks]

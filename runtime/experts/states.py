@@ -37,16 +37,15 @@ class StateRecorder:
             if bias is not None and layer > self._first:
                 recorder.router(layer, decoded(routers[layer].gate), bias)
         self._batch = -1
-        self._sequence = -1
+        self._sequence = self._position = 0
         self._tokens: I64 = np.zeros(0, np.int64)
-        self._position = 0
         self._phase: Phase = "prefill"
 
-    def begin(self, tokens: I64, position: int, phase: Phase) -> None:
-        """A batch of ``tokens`` [T] begins at ``position``; at 0 a sequence begins."""
+    def begin(self, sequence: int, position: int, ids: I64, phase: Phase) -> None:
+        """A batch of token ids [T] begins at ``position`` of a sequence."""
         self._batch += 1
-        self._sequence += position == 0
-        self._tokens, self._position, self._phase = tokens, position, phase
+        self._sequence, self._position = sequence, position
+        self._tokens, self._phase = ids, phase
 
     def see(self, layer: int, ids: I64, logits: F32, x: F32) -> None:
         """Write a layer's choice ``ids`` [T, K] from ``logits`` [T, E] of its input ``x`` [T, d].
