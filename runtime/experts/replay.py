@@ -8,7 +8,7 @@ had read ahead is a miss there. No weight is touched.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -348,3 +348,51 @@ def _next_uses(steps: Sequence[Asked | Warmed]) -> list[list[int]]:
         if isinstance(step, Asked):
             upcoming |= dict.fromkeys(experts, number)
     return uses[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A policy at a budget, beside LRU and the bound at the same budget."""
+
+    policy: str
+    slots: int
+    tally: Tally
+    lru: Tally
+    bound: Tally
+
+    @property
+    def gap(self) -> float | None:
+        """The share of what the bound saves on LRU that this saves; None where that is nothing."""
+        most = self.lru.reads - self.bound.reads
+        return (self.lru.reads - self.tally.reads) / most if most else None
+
+    def document(self, slot_bytes: int, tokens: int) -> dict[str, Any]:
+        """As JSON; ``slot_bytes`` of one slot in every layer, ``tokens`` of the whole trace."""
+        tally = self.tally
+        return {
+            "policy": self.policy,
+            "slots": self.slots,
+            "budget_bytes": self.slots * slot_bytes,
+            "hit_rate": round(tally.hit_rate, 6),
+            "reads": tally.reads,
+            "compulsory": tally.met(Outcome.COMPULSORY),
+            "bytes": tally.nbytes,
+            "bytes_per_token": tally.nbytes // tokens if tokens else 0,
+            "bytes_over_lru": round(tally.nbytes / self.lru.nbytes, 6) if self.lru.nbytes else None,
+            "gap": None if self.gap is None else round(self.gap, 4),
+            "phases": tally.told(),
+        }
+
+
+def compare(
+    workload: Workload, policies: Sequence[str], slots: int, done: Callable[[int], None]
+) -> list[Priced]:
+    """``policies`` in order, then the bound; ``done`` hears of each cache that was run."""
+    bound = belady(workload, slots)
+    done(1)
+    tallies: dict[str, Tally] = {}
+    for policy in dict.fromkeys([*policies, "lru"]):
+        tallies[policy] = price(workload, policy, slots)
+        done(1)
+    rows = [*((policy, tallies[policy]) for policy in policies), ("belady", bound)]
+    return [Priced(name, slots, tally, tallies["lru"], bound) for name, tally in rows]
