@@ -53,6 +53,7 @@ class Device:
     ----------
     kind : "amd", "sim" (simulated on this CPU) or "cuda" (through NVIDIA's driver)
     arch : "gfx1151", "sim", "sm_90"
+    unified : whether its memory is the host's
     lost : whether a call has reported that the device failed
     """
 
@@ -69,6 +70,7 @@ class Device:
         properties = self.call("hipGetDeviceProperties", index)
         self.name = str(properties.name)
         self.total_bytes = int(properties.totalGlobalMem)
+        self.unified = bool(properties.integrated)
         self.arch = str(properties.gcnArchName).split(":")[0]  # gfx942:sramecc+:xnack-
         self.kind = _kind(self.arch, library)
         self.enter()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,14 +19,18 @@ from ds4q.hipkern.streams import Graph
 from ds4q.runtime.backend.hip import HipBackend, Launch
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.block import StepBlock
+from ds4q.runtime.device.expert_cache import ExpertCache
 from ds4q.runtime.device.layout import Layout
-from ds4q.runtime.device.model import plan_weights
+from ds4q.runtime.device.model import ModelWeights, plan_weights
+from ds4q.runtime.device.paging import BandIds, DevicePaging
 from ds4q.runtime.device.program import Program
 from ds4q.runtime.device.scratch import HEAD_TOKENS, Scratch
 from ds4q.runtime.device.staging import Staging
 from ds4q.runtime.device.state import Caches, DeviceState
 from ds4q.runtime.device.weights import DeviceSource
 from ds4q.runtime.engine import BATCH_TOKENS, checked_config, checked_context, checked_ids
+from ds4q.runtime.experts.options import CacheOptions
+from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.model.parts import Trace
 from ds4q.runtime.model.rope import layer_frequencies
 from ds4q.runtime.sampling import check_finite
@@ -36,7 +41,7 @@ I64 = npt.NDArray[np.int64]
 
 
 class HipEngine:
-    """A DeepSeek-V4 model in a device's memory, all experts resident; use it as a context.
+    """A DeepSeek-V4 model in a device's memory; use it as a context.
 
     Parameters
     ----------
@@ -47,6 +52,12 @@ class HipEngine:
     batch_tokens : most tokens that go through the layers together; bounds memory, changes nothing
     replay : run decode steps as a graph; else by the same launches, one by one
     progress : called with (bytes read, bytes in all)
+    cache : how routed experts are kept; None: all of them on the device
+    layers : run the first so many only, then the head; None: all
+
+    Attributes
+    ----------
+    notes : what a user should hear, one line each
 
     Raises
     ------
@@ -64,16 +75,26 @@ class HipEngine:
         batch_tokens: int = BATCH_TOKENS,
         replay: bool = True,
         progress: Progress | None = None,
+        cache: CacheOptions | None = None,
+        layers: int | None = None,
     ) -> None:
-        self.config = config = checked_config(reader)
+        self.config = config = first_layers(checked_config(reader), layers)
         self.metadata: Mapping[str, Any] = reader.metadata
         self.max_context = checked_context(config, max_context, batch_tokens)
         self._backend = backend
         self._batch_tokens = batch_tokens
         self._replay = replay
         self._graph: Graph | None = None
+        self._segments: list[Graph] = []
+        self._paging: DevicePaging | None = None
+        self._sequences = 0
+        self.notes: list[str] = []
         self._caches = Caches(config, batch_tokens, self.max_context, sized=max_context is not None)
-        self._load(reader, progress)
+        try:
+            self._load(reader, progress, cache)
+        except BaseException:
+            self._close_paging()
+            raise
 
     @classmethod
     def load(
@@ -84,6 +105,8 @@ class HipEngine:
         batch_tokens: int = BATCH_TOKENS,
         replay: bool | None = None,
         progress: Progress | None = None,
+        cache: CacheOptions | None = None,
+        layers: int | None = None,
     ) -> Self:
         """Open the device that is found, and load an artifact onto it.
 
@@ -101,6 +124,8 @@ class HipEngine:
                     batch_tokens=batch_tokens,
                     replay=replay,
                     progress=progress,
+                    cache=cache,
+                    layers=layers,
                 )
             except BaseException:
                 backend.close()
@@ -118,7 +143,8 @@ class HipEngine:
 
     def new_state(self) -> DeviceState:
         """An empty sequence."""
-        return DeviceState(self._backend, self._caches)
+        self._sequences += 1
+        return DeviceState(self._backend, self._caches, self._sequences)
 
     def forward(
         self,
@@ -143,13 +169,14 @@ class HipEngine:
         """
         tokens = self._checked(state, ids)
         out = np.empty((len(tokens) if logits == "all" else 1, self.vocab_size), np.float32)
+        phase = _phase(state, tokens)
         for start in range(0, len(tokens), self._batch_tokens):
             batch = tokens[start : start + self._batch_tokens]
             if logits == "all":
-                self._step(state, batch, trace, out[start : start + len(batch)])
+                self._step(state, batch, phase, trace, out[start : start + len(batch)])
             else:
                 last = start + len(batch) == len(tokens)
-                self._step(state, batch, trace, out if last else out[:0])
+                self._step(state, batch, phase, trace, out if last else out[:0])
         return out
 
     def next_id(self, state: DeviceState, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> int:
@@ -158,21 +185,27 @@ class HipEngine:
         The logits stay on the device, unless they are not finite: ``LogitsError`` tells which.
         """
         tokens = self._checked(state, ids)
+        phase = _phase(state, tokens)
         for start in range(0, len(tokens), self._batch_tokens):
             batch = tokens[start : start + self._batch_tokens]
-            self._advance(state, batch, head=start + len(batch) == len(tokens))
+            self._advance(state, batch, phase, head=start + len(batch) == len(tokens))
         self._backend.stream.download(self._found, self._scratch.id.address)
         self._finish()
         found = int.from_bytes(self._found.array.tobytes(), "little", signed=True)
         if found < 0:
-            logits = np.empty(self.vocab_size, np.float32)
+            logits = np.empty((1, self.vocab_size), np.float32)
             self._download(logits)
-            check_finite(logits)
+            check_finite(logits[0])
         return found
 
     def close(self) -> None:
-        """Free everything on the device, sequences too."""
+        """End all reading, and free everything on the device, sequences too."""
+        self._close_paging()
         self._backend.close()
+
+    def cache_counters(self) -> dict[str, Any] | None:
+        """What the cache of routed experts counts; None where all are on the device."""
+        return None if self._paging is None else self._paging.counters()
 
     def __enter__(self) -> Self:
         return self
@@ -184,19 +217,20 @@ class HipEngine:
 
     # ---- loading ---------------------------------------------------------------------------------
 
-    def _load(self, reader: Reader, progress: Progress | None) -> None:
+    def _load(self, reader: Reader, progress: Progress | None, cache: CacheOptions | None) -> None:
         """Place everything, see that it fits, then read it."""
         config, device = self.config, self._backend.device
-        source, work = DeviceSource(reader), Layout()
-        weights = plan_weights(config, source, reader.path)
+        source, work, weights, experts = self._planned(reader, cache)
         frequencies = _frequencies(config)
         self._decode_block = StepBlock(device, work, config, frequencies, 1)
         self._batch_block = StepBlock(device, work, config, frequencies, self._batch_tokens)
-        self._scratch = Scratch(work, config, self._batch_tokens, self.max_context)
         self._program = Program(config, weights, source, self._scratch, self.max_context)
+        band_ids = None
+        if experts is not None:
+            band_ids = BandIds(work, source, config, self._batch_tokens)
         self._found = device.pinned(4)
-        self._logits = device.pinned(4 * self.vocab_size)
-        layouts = [*source.layouts, work]
+        self._logits = device.pinned(4 * self.vocab_size * HEAD_TOKENS)
+        layouts = [*source.layouts, *([] if experts is None else experts.pools.layouts), work]
         needed = sum(layout.nbytes for layout in layouts) + self._caches.first_bytes
         device.ensure_free(needed, f"the weights and caches of {reader.path}")
         for layout in layouts:
@@ -206,6 +240,32 @@ class HipEngine:
         reader.check_unchanged()
         self._copied = self._backend.copies.record()
         self._await_weights()
+        if experts is not None and band_ids is not None:
+            self._paging = experts.open(
+                self._backend, reader, source, self._program, self._scratch, band_ids
+            )
+            self.notes += experts.notes
+
+    def _planned(
+        self, reader: Reader, cache: CacheOptions | None
+    ) -> tuple[DeviceSource, Layout, ModelWeights, ExpertCache | None]:
+        """Places of all that is read and computed; the cache of experts, unless all of them fit."""
+        config, source, work = self.config, DeviceSource(reader), Layout()
+        self._scratch = Scratch(work, config, self._batch_tokens, self.max_context)
+        if cache is None or not (cache.paged or cache.cold):
+            return source, work, plan_weights(config, source, reader.path), None
+        experts = ExpertCache(config, source, reader, cache)
+        slots = experts.catalogue, experts.pools
+        weights = plan_weights(config, source, reader.path, slots)
+        needed = sum(layout.nbytes for layout in (*source.layouts, work))
+        if experts.size(self._backend.device, needed + self._caches.first_bytes):
+            self.notes.append("all experts fit: none is paged")
+            return self._planned(reader, None)
+        return source, work, weights, experts
+
+    def _close_paging(self) -> None:
+        if self._paging is not None:
+            self._paging.pager.close()
 
     def _await_weights(self) -> None:
         """Let the first step wait for the last copies: they go through another stream."""
@@ -216,41 +276,94 @@ class HipEngine:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def _step(self, state: DeviceState, ids: I64, trace: Trace | None, out: F32) -> None:
+    def _step(
+        self, state: DeviceState, ids: I64, phase: Phase, trace: Trace | None, out: F32
+    ) -> None:
         """One batch; logits of its last ``len(out)`` tokens to ``out``."""
-        self._advance(state, ids, head=len(out) == 1, trace=trace)
+        self._advance(state, ids, phase, head=len(out) == 1, trace=trace)
         if len(out) == 1:
-            self._download(out[0])
+            self._download(out)
             return
         for start in range(0, len(out), HEAD_TOKENS):
             part = out[start : start + HEAD_TOKENS]
             self._run(self._program.head(start, len(part), traced=trace is not None), trace)
-            self._backend.stream.download(part, self._scratch.logits.address)
+            self._download(part)
 
     def _advance(
-        self, state: DeviceState, ids: I64, *, head: bool, trace: Trace | None = None
+        self,
+        state: DeviceState,
+        ids: I64,
+        phase: Phase,
+        *,
+        head: bool,
+        trace: Trace | None = None,
     ) -> None:
         """Queue one batch through all layers; with ``head`` also the last one's logits and id."""
         backend, first, tokens = self._backend, state.position, len(ids)
         state.reserve(first + tokens)
         block = self._decode_block if tokens == 1 else self._batch_block
         block.send(backend.stream, first, ids, state.table)
-        if tokens > 1:
-            traced = trace is not None
-            body = self._program.body(block, tokens, first + tokens, traced=traced)
-            self._run(body, trace)
-            if head:
-                self._run(self._program.head(tokens - 1, 1, traced=traced), trace)
-                self._run(self._program.argmax(), trace)
-        elif trace is None and self._replay:
+        replay = tokens == 1 and trace is None and self._replay
+        if self._paging is not None:
+            self._paging.begin(ids, phase, state.number, first)
+            self._page(self._paging, block, tokens, first + tokens, head=head, trace=trace)
+        elif replay:
             if self._graph is None:
                 self._graph = backend.capture(self._decode())
             self._graph.launch(backend.stream)
-        else:
+        elif tokens == 1:
             self._run(self._decode(traced=trace is not None), trace)
+        else:
+            traced = trace is not None
+            self._run(self._program.body(block, tokens, first + tokens, traced=traced), trace)
+            if head:
+                self._run(self._end(tokens, traced=traced), trace)
         state.position += tokens
         if tokens == 1:
             block.foresee(first + 1, 1)
+
+    def _page(
+        self,
+        paging: DevicePaging,
+        block: StepBlock,
+        tokens: int,
+        end: int,
+        *,
+        head: bool,
+        trace: Trace | None,
+    ) -> None:
+        """Queue a batch layer by layer: what follows a router waits for its experts."""
+        program, traced = self._program, trace is not None
+        if tokens == 1 and not traced and self._replay:
+            segments = self._decode_segments()
+            for number in range(len(program.layers)):
+                segments[number].launch(self._backend.stream)
+                paging.serve(number)
+            segments[-1].launch(self._backend.stream)
+            return
+        for number, layer in enumerate(program.layers):
+            self._run(program.until_route(block, number, tokens, end, traced=traced), trace)
+            paging.serve(number)
+            if traced:
+                self._run([layer.sums(tokens)], trace)
+        if head:
+            self._run(self._end(tokens, traced=traced), trace)
+
+    def _decode_segments(self) -> list[Graph]:
+        """What a step of one token replays between its experts: to each router, and the end."""
+        if not self._segments:
+            program, block = self._program, self._decode_block
+            parts = [
+                program.until_route(block, number, 1, self.max_context)
+                for number in range(len(program.layers))
+            ]
+            self._segments = [self._backend.capture(part) for part in (*parts, self._end(1))]
+        return self._segments
+
+    def _end(self, tokens: int, *, traced: bool = False) -> list[Launch]:
+        """Logits of the last token of a step, and the id of the largest."""
+        program = self._program
+        return [*program.head(tokens - 1, 1, traced=traced), *program.argmax()]
 
     def _run(self, launches: Iterable[Launch], trace: Trace | None) -> None:
         """Launch directly, showing ``trace`` what it asks for after each."""
@@ -265,10 +378,11 @@ class HipEngine:
                 trace(shown.name, values)
 
     def _download(self, out: F32) -> None:
-        """The first logits held, by way of pinned memory."""
-        self._backend.stream.download(self._logits, self._scratch.logits.address)
+        """The first logits held [T, vocab], by way of pinned memory."""
+        held = self._logits.array.view(np.float32)[: out.size]
+        self._backend.stream.download(held, self._scratch.logits.address)
         self._finish()
-        out[:] = self._logits.array.view(np.float32)
+        out[:] = held.reshape(out.shape)
 
     def _finish(self) -> None:
         """Wait for all that was queued: the one wait of a step."""
@@ -282,6 +396,19 @@ class HipEngine:
     ) -> I64:
         state.check_of(self._backend)
         return checked_ids(ids, state.position, self.vocab_size, self.max_context)
+
+
+def first_layers(config: ModelConfig, layers: int | None) -> ModelConfig:
+    """The config of a model cut behind its first ``layers``."""
+    if layers is None:
+        return config
+    ratios = config.compress_ratios[:layers]
+    return replace(config, num_hidden_layers=len(ratios), compress_ratios=ratios)
+
+
+def _phase(state: DeviceState, ids: I64) -> Phase:
+    """Of a whole call."""
+    return "decode" if len(ids) == 1 and state.position > 0 else "prefill"
 
 
 def _frequencies(config: ModelConfig) -> dict[int, npt.NDArray[np.float64]]:

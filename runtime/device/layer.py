@@ -62,7 +62,7 @@ class LayerProgram:
         self._out_low = linear_groups(source, grouped)
         self._out = linear_groups(source, [Job(w.out, s.low, ranks, s.y)])
         self._gate = linear_groups(source, [Job(w.gate, s.normed, d, s.router)])
-        matrices = [part for expert in w.experts for part in expert]
+        self._matrices = matrices = [part for expert in w.experts for part in expert]
         self._experts = source.table(
             packing.MATRIX_BYTES * len(matrices), partial(_packed, matrices)
         )
@@ -76,10 +76,14 @@ class LayerProgram:
             "DS4Q_SHARED_EXPERT": _one_decoder(w.shared),
         }
 
-    def launches(
+    def table(self) -> tuple[Place, bytes]:
+        """Where kernels look up the routed experts, and what is there once weights are filled."""
+        return self._experts, _packed(self._matrices)
+
+    def until_route(
         self, block: StepBlock, tokens: int, end: int, before: int | None, traced: bool
     ) -> Iterator[Launch]:
-        """The layer for ``tokens`` tokens that end before position ``end``, or before that.
+        """The layer up to its choice of experts, for tokens that end before position ``end``.
 
         ``before`` is the layer whose output still has to be mixed into the streams.
         """
@@ -153,7 +157,8 @@ class LayerProgram:
         yield from linear(self._out, tokens, (out,) if traced else ())
         yield self._mix(w.around_experts, tokens, s.y, 1)
         yield self._collapse(w.around_experts, tokens, "ffn", traced)
-        yield from self._feed_forward(block, tokens, traced)
+        yield from linear(self._gate, tokens)
+        yield self._route(block, tokens, traced)
 
     def _mix(
         self,
@@ -306,11 +311,10 @@ class LayerProgram:
                 shows=(chosen,) if traced and at + count == tokens else (),
             )
 
-    def _feed_forward(self, block: StepBlock, tokens: int, traced: bool) -> Iterator[Launch]:
+    def _route(self, block: StepBlock, tokens: int, traced: bool) -> Launch:
         c, w, s = self._config, self._weights, self._scratch
-        name, k, d = f"l{self._number}", c.num_experts_per_tok, c.hidden_size
-        yield from linear(self._gate, tokens)
-        yield Launch(
+        name, k = f"l{self._number}", c.num_experts_per_tok
+        return Launch(
             "route.hip",
             "route",
             (1, tokens, 1),
@@ -332,14 +336,22 @@ class LayerProgram:
             if traced
             else (),
         )
+
+    def experts(self, ids: Place, tokens: int, *, shared: bool) -> Iterator[Launch]:
+        """Downs of the experts ``ids`` i32 [tokens, k], and of the shared one.
+
+        -1 gives zeros; less leaves a row alone, and so does not ``shared``.
+        """
+        c, s = self._config, self._scratch
+        k, slots = c.num_experts_per_tok, c.num_experts_per_tok + shared
         yield Launch(
             "moe.hip",
             "moe_gate_up",
-            packing.gate_up_grid(c.moe_intermediate_size, k, tokens),
+            (packing.gate_up_grid(c.moe_intermediate_size, k, tokens)[0], slots, tokens),
             (
                 self._experts.address,
                 self._shared.address,
-                s.experts.address,
+                ids.address,
                 s.normed.address,
                 s.hidden.address,
                 c.swiglu_limit,
@@ -351,11 +363,11 @@ class LayerProgram:
         yield Launch(
             "moe.hip",
             "moe_down",
-            packing.down_grid(d, k, tokens),
+            (packing.down_grid(c.hidden_size, k, tokens)[0], slots, tokens),
             (
                 self._experts.address,
                 self._shared.address,
-                s.experts.address,
+                ids.address,
                 s.weights.address,
                 s.hidden.address,
                 s.downs.address,
@@ -364,18 +376,22 @@ class LayerProgram:
             ),
             self._moe,
         )
-        if traced:
-            yield Launch(
-                "hyper.hip",
-                "hc_sum",
-                packing.sum_grid(d, tokens),
-                (s.downs.address, s.routed.address, s.y.address, k + 1, d),
-                {"DS4Q_STREAMS": c.hc_mult},
-                (
-                    Shown(f"{name}.routed_out", s.routed, (tokens, d)),
-                    Shown(f"{name}.ffn_out", s.y, (tokens, d)),
-                ),
-            )
+
+    def sums(self, tokens: int) -> Launch:
+        """Shows the layer's downs as they will be summed."""
+        c, s = self._config, self._scratch
+        name, d = f"l{self._number}", c.hidden_size
+        return Launch(
+            "hyper.hip",
+            "hc_sum",
+            packing.sum_grid(d, tokens),
+            (s.downs.address, s.routed.address, s.y.address, c.num_experts_per_tok + 1, d),
+            {"DS4Q_STREAMS": c.hc_mult},
+            (
+                Shown(f"{name}.routed_out", s.routed, (tokens, d)),
+                Shown(f"{name}.ffn_out", s.y, (tokens, d)),
+            ),
+        )
 
 
 def _packed(matrices: Sequence[Matrix]) -> bytes:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.layout import Place
+from ds4q.runtime.device.pools import ExpertPools
 from ds4q.runtime.device.weights import DeviceSource, Matrix
 from ds4q.runtime.errors import DeviceModelError
+from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.resident import check_gate_and_up
 from ds4q.runtime.kv import overlap
 
@@ -79,13 +81,21 @@ class ModelWeights:
     head: Matrix
 
 
-def plan_weights(config: ModelConfig, source: DeviceSource, path: object) -> ModelWeights:
-    """Ask ``source`` for every tensor of the model; refuses what is missing or does not fit."""
+Slots = tuple[Catalogue, ExpertPools]
+
+
+def plan_weights(
+    config: ModelConfig, source: DeviceSource, path: object, slots: Slots | None = None
+) -> ModelWeights:
+    """Ask ``source`` for every tensor of the model; refuses what is missing or does not fit.
+
+    With ``slots`` the routed experts are those of the catalogue, and lie in the pools if anywhere.
+    """
     _check_sizes(config, path)
     c, flat = config, config.hc_mult * config.hidden_size
     return ModelWeights(
         source.matrix("embed.weight", c.vocab_size, c.hidden_size),
-        [_layer(c, source, layer, path) for layer in range(c.num_hidden_layers)],
+        [_layer(c, source, layer, path, slots) for layer in range(c.num_hidden_layers)],
         HyperWeights(
             source.values("hc_head_fn", c.hc_mult, flat),
             source.values("hc_head_base", c.hc_mult),
@@ -96,7 +106,14 @@ def plan_weights(config: ModelConfig, source: DeviceSource, path: object) -> Mod
     )
 
 
-def _layer(c: ModelConfig, source: DeviceSource, layer: int, path: object) -> LayerWeights:
+def by_token_name(layer: int) -> str:
+    """The tensor that tells a hash layer's experts by token id."""
+    return f"layers.{layer}.ffn.gate.tid2eid"
+
+
+def _layer(
+    c: ModelConfig, source: DeviceSource, layer: int, path: object, slots: Slots | None
+) -> LayerWeights:
     name = f"layers.{layer}"
     attn, ffn, shared = f"{name}.attn", f"{name}.ffn", f"{name}.ffn.shared_experts"
     ratio, heads, width, d = (
@@ -124,7 +141,7 @@ def _layer(c: ModelConfig, source: DeviceSource, layer: int, path: object) -> La
         source.matrix(f"{ffn}.gate.weight", c.n_routed_experts, d),
         None if hashed else source.values(f"{ffn}.gate.bias", c.n_routed_experts),
         source.ids(
-            f"{ffn}.gate.tid2eid", c.vocab_size, c.num_experts_per_tok, below=c.n_routed_experts
+            by_token_name(layer), c.vocab_size, c.num_experts_per_tok, below=c.n_routed_experts
         )
         if hashed
         else None,
@@ -133,7 +150,7 @@ def _layer(c: ModelConfig, source: DeviceSource, layer: int, path: object) -> La
             source.matrix(f"{shared}.w3.weight", inner, d),
             source.matrix(f"{shared}.w2.weight", d, inner),
         ],
-        _experts(c, source, layer, path),
+        _experts(c, source, layer, path) if slots is None else _pooled(source, layer, *slots),
     )
 
 
@@ -183,6 +200,17 @@ def _experts(c: ModelConfig, source: DeviceSource, layer: int, path: object) -> 
     for name, gate, up in zip(names, pairs[::2], pairs[1::2], strict=True):
         check_gate_and_up(name, gate.entry.type_id, up.entry.type_id, path)
     return [list(parts) for parts in zip(pairs[::2], pairs[1::2], downs, strict=True)]
+
+
+def _pooled(
+    source: DeviceSource, layer: int, catalogue: Catalogue, pools: ExpertPools
+) -> list[list[Matrix]]:
+    """By id: gate, up, down, all said to be in the layer's first slot."""
+    bases = pools.bases(layer)
+    return [
+        [source.pooled(entry, base) for entry, base in zip(record.entries, bases, strict=True)]
+        for record in catalogue.packed[layer]
+    ]
 
 
 def _check_sizes(c: ModelConfig, path: object) -> None:

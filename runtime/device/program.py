@@ -25,6 +25,10 @@ class Program:
     ----------
     source : gets the tables that launches refer to
     context : most tokens of a sequence
+
+    Attributes
+    ----------
+    layers : the launches of each
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class Program:
         self._weights = weights
         self._scratch = s = scratch
         self._context = context
-        self._layers = [
+        self.layers = [
             LayerProgram(config, layer, number, source, scratch)
             for number, layer in enumerate(weights.layers)
         ]
@@ -63,24 +67,34 @@ class Program:
         ``end`` is the position behind the last token, or anything more: partial results get room
         for as many entries as there may be then.
         """
+        for number, layer in enumerate(self.layers):
+            yield from self.until_route(block, number, tokens, end, traced=traced)
+            yield from layer.experts(self._scratch.experts, tokens, shared=True)
+            if traced:
+                yield layer.sums(tokens)
+
+    def until_route(
+        self, block: StepBlock, number: int, tokens: int, end: int, *, traced: bool = False
+    ) -> Iterator[Launch]:
+        """From the output of the layer before, or from the token ids, to a layer's experts' ids."""
         c, s = self._config, self._scratch
-        yield Launch(
-            "decode.hip",
-            "embed",
-            packing.embed_grid(c.hidden_size, tokens),
-            (self._embedding.address, block.ids, s.streams.address, c.hc_mult),
-            {"DS4Q_DECODER": self._weights.embedding.decoder},
-        )
-        for number, layer in enumerate(self._layers):
-            before = None if number == 0 else number - 1
-            yield from layer.launches(block, tokens, end, before, traced)
+        if number == 0:
+            yield Launch(
+                "decode.hip",
+                "embed",
+                packing.embed_grid(c.hidden_size, tokens),
+                (self._embedding.address, block.ids, s.streams.address, c.hc_mult),
+                {"DS4Q_DECODER": self._weights.embedding.decoder},
+            )
+        before = None if number == 0 else number - 1
+        yield from self.layers[number].until_route(block, tokens, end, before, traced)
 
     def head(self, first: int, tokens: int, *, traced: bool = False) -> Iterator[Launch]:
         """Logits of ``tokens`` tokens of the step from its ``first`` on; at most HEAD_TOKENS."""
         c, s, w = self._config, self._scratch, self._weights.around_head
         n, d, parts = c.hc_mult, c.hidden_size, c.num_experts_per_tok + 1
         streams = s.streams.address + 4 * first * n * d
-        last = len(self._layers) - 1
+        last = len(self.layers) - 1
         yield Launch(
             "hyper.hip",
             "hc_mix",

@@ -90,10 +90,12 @@ class DeviceState:
     Attributes
     ----------
     table : the contents of kernels' array of ds4q_layer_state
+    number : of the sequence, among those of its engine
     """
 
-    def __init__(self, backend: HipBackend, caches: Caches) -> None:
+    def __init__(self, backend: HipBackend, caches: Caches, number: int = 0) -> None:
         self.position = 0
+        self.number = number
         self._backend = backend
         self._caches = caches
         self._ring_layout, self._rings = caches.rings()

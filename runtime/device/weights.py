@@ -32,6 +32,7 @@ U8 = npt.NDArray[np.uint8]
 MATRIX_ALIGN = 16  # kernels load 16 bytes at a time
 COLUMNS = 32  # of a row come in multiples of it
 PIECE_BYTES = 8 << 20  # of one read, one check and one copy
+SMALL_BYTES = 4 << 20  # of one copy of what is not read in pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,27 +71,38 @@ class DeviceSource:
     Attributes
     ----------
     layouts : all device memory that the tensors need
+    tensors : what describes them
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._tensors = Tensors(reader)
+        self.tensors = Tensors(reader)
         self._tables = Layout()  # apart: a piece of the matrices also copies what lies in its gaps
         self._dense = Layout()
         self.layouts = [self._tables, self._dense]
         self._groups: list[tuple[str, list[Matrix]]] = [("dense", [])]
         self._books: dict[tuple[int, Coding | None], Place] = {}
         self._small: list[tuple[Place, Callable[[], npt.NDArray[np.generic] | bytes]]] = []
+        self._id_tables: dict[str, npt.NDArray[np.int32]] = {}
 
     def values(self, name: str, *shape: int) -> Place:
         """A small tensor of any decodable float type, as f32."""
-        self._tensors.values_entry(name, shape)
-        return self.table(4 * int(np.prod(shape)), partial(self._tensors.values, name, *shape))
+        self.tensors.values_entry(name, shape)
+        return self.table(4 * int(np.prod(shape)), partial(self.tensors.values, name, *shape))
 
     def ids(self, name: str, rows: int, cols: int, below: int) -> Place:
         """A table of ids in 0 .. below - 1, as i32."""
-        self._tensors.ids_entry(name, (rows, cols))
-        return self.table(4 * rows * cols, partial(self._tensors.ids, name, rows, cols, below))
+        self.tensors.ids_entry(name, (rows, cols))
+
+        def make() -> npt.NDArray[np.int32]:
+            self._id_tables[name] = made = self.tensors.ids(name, rows, cols, below)
+            return made
+
+        return self.table(4 * rows * cols, make)
+
+    def id_table(self, name: str) -> npt.NDArray[np.int32]:
+        """What ``ids`` has placed, once ``fill`` has read it."""
+        return self._id_tables[name]
 
     def table(self, nbytes: int, make: Callable[[], npt.NDArray[np.generic] | bytes]) -> Place:
         """A place for what ``make`` gives once every place has its address."""
@@ -121,6 +133,14 @@ class DeviceSource:
         self._groups.append((label, found))
         return found
 
+    def pooled(self, entry: TensorEntry, place: Place) -> Matrix:
+        """A packed matrix that is in one slot or another, or nowhere; ``place`` is the first slot.
+
+        Its decode table is bound already, and its bytes are not filled in.
+        """
+        self._check_columns(entry)
+        return self._described(entry, 0, entry.shape[0], place)
+
     def fill(self, device: Device, stream: Stream, progress: Progress | None) -> Staging:
         """Read, check and copy everything, on ``stream``.
 
@@ -130,8 +150,7 @@ class DeviceSource:
         """
         jobs = [job for label, matrices in self._groups for job in _jobs(label, matrices, self)]
         largest = max(job.job.nbytes for job in jobs)
-        for place, make in self._small:
-            stream.upload(place.address, np.frombuffer(make(), dtype=np.uint8))
+        self._fill_small(device, stream)
         staging = Staging(device, stream, 2 * LANES, largest)
         total, done = sum(job.job.nbytes for job in jobs), 0
         plan = [job.job for job in jobs]
@@ -144,38 +163,56 @@ class DeviceSource:
                     progress(done, total)
         return staging
 
+    def _fill_small(self, device: Device, stream: Stream) -> None:
+        """Copy what lies in memory that the device cannot copy from by itself."""
+        with device.pinned(SMALL_BYTES) as staging:
+            for place, make in self._small:
+                values = np.frombuffer(make(), dtype=np.uint8)
+                for at in range(0, values.nbytes, SMALL_BYTES):
+                    part = values[at : at + SMALL_BYTES]
+                    staging.array[: part.nbytes] = part
+                    stream.upload(place.address + at, staging, part.nbytes)
+                    stream.synchronize()  # before the staging is filled again, or freed
+
     def check_rows(self, runs: Sequence[tuple[Run, TensorEntry, int, int]], buffer: U8) -> None:
         """Check what a job read: runs of (where, tensor, first row, row behind the last)."""
         for run, entry, first, last in runs:
             part = buffer[run.at : run.at + run.nbytes]
-            self._tensors.check_rows(entry, part, first, last)
+            self.tensors.check_rows(entry, part, first, last)
 
     def _matrix_entry(self, name: str, shape: tuple[int, int]) -> TensorEntry:
-        entry = self._tensors.matrix_entry(name, shape)
-        if shape[1] % COLUMNS:
+        entry = self.tensors.matrix_entry(name, shape)
+        self._check_columns(entry)
+        self.tensors.bind([entry])
+        return entry
+
+    def _check_columns(self, entry: TensorEntry) -> None:
+        if entry.shape[1] % COLUMNS:
             raise DeviceModelError(
                 "the device's kernels cannot multiply rows of this length",
                 path=self._reader.path,
-                tensor=name,
+                tensor=entry.name,
                 expected=f"a multiple of {COLUMNS} columns",
-                found=shape[1],
+                found=entry.shape[1],
             )
-        self._tensors.bind([entry])
-        return entry
 
     def _placed(self, layout: Layout, entry: TensorEntry, first_row: int, rows: int) -> Matrix:
-        cols = entry.shape[1]
-        row_bytes = type_of(entry.type_id).row_bytes(cols)
-        coding = self._tensors.coding(entry)
+        row_bytes = type_of(entry.type_id).row_bytes(entry.shape[1])
+        return self._described(
+            entry, first_row, rows, layout.reserve(rows * row_bytes, MATRIX_ALIGN)
+        )
+
+    def _described(self, entry: TensorEntry, first_row: int, rows: int, place: Place) -> Matrix:
+        coding, cols = self.tensors.coding(entry), entry.shape[1]
         return Matrix(
             entry,
             first_row,
             rows,
             cols,
-            row_bytes,
+            type_of(entry.type_id).row_bytes(cols),
             packing.decoder_of(entry.type_id, coding),
             self._books_of(entry.type_id, coding),
-            layout.reserve(rows * row_bytes, MATRIX_ALIGN),
+            place,
         )
 
     def _books_of(self, type_id: int, coding: Coding | None) -> Place | None:

@@ -1,0 +1,85 @@
+"""Owns the tables through which kernels find routed experts in slots, and when they go up.
+
+A table holds a ``ds4q_matrix`` for gate, up and down of every expert. Books, decoder and sizes are
+the expert's and never change; the address is its slot's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from ds4q.hipkern.driver import Device
+from ds4q.hipkern.matrix import MATRIX_BYTES
+from ds4q.hipkern.streams import Stream
+from ds4q.runtime.device.clock import Clock, Point
+from ds4q.runtime.device.layout import Place
+
+_ADDRESS = struct.Struct("<Q")
+_EXPERT_BYTES = 3 * MATRIX_BYTES
+
+
+class PointerTables:
+    """The tables of all layers with a copy of each on the host, pinned.
+
+    Parameters
+    ----------
+    clock : of ``stream``
+    tables : by layer: where the table lies on the device, and what has been copied there
+
+    Attributes
+    ----------
+    uploads : how many tables went up
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        stream: Stream,
+        clock: Clock,
+        tables: Sequence[tuple[Place, bytes]],
+    ) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._places = [place for place, _ in tables]
+        self._starts: list[int] = []
+        held = b""
+        for _, contents in tables:
+            self._starts.append(len(held))
+            held += contents
+        self._pinned = device.pinned(len(held))
+        self._pinned.array.data[:] = held
+        self._stale = [False] * len(tables)
+        self._copied: list[Point | None] = [None] * len(tables)
+        self.uploads = 0
+
+    def point(self, layer: int, addresses: Mapping[int, tuple[int, int, int]]) -> None:
+        """Let experts' gate, up and down be at ``addresses``, before what is queued from now on.
+
+        A table is stale from its first change until a copy of it was queued: whatever fails in
+        between, the next call makes up for.
+        """
+        shadow, start = self._pinned.array.data, self._starts[layer]
+        for expert, trio in addresses.items():
+            for i, address in enumerate(trio):
+                at = start + expert * _EXPERT_BYTES + i * MATRIX_BYTES
+                if _ADDRESS.unpack_from(shadow, at)[0] != address:
+                    self._await_copy(layer)
+                    self._stale[layer] = True
+                    _ADDRESS.pack_into(shadow, at, address)
+        if self._stale[layer]:
+            self._upload(layer)
+            self._stale[layer] = False
+
+    def _await_copy(self, layer: int) -> None:
+        """The last copy reads the host's table until it has been made."""
+        copied, self._copied[layer] = self._copied[layer], None
+        if copied is not None:
+            copied.wait()
+
+    def _upload(self, layer: int) -> None:
+        place, start = self._places[layer], self._starts[layer]
+        part = self._pinned.array[start : start + place.nbytes]
+        self._stream.upload(place.address, part)
+        self._copied[layer] = self._clock.mark()
+        self.uploads += 1
