@@ -109,6 +109,11 @@ class Ledger:
         if self._recorder is not None and dispatch is not None:
             self._record(self._recorder, layer, phase, outcomes, nbytes, dispatch)
 
+    @property
+    def demanded(self) -> bool:
+        """Whether anything was asked for yet."""
+        return any(demand.accesses for demand in self.demands.values())
+
     def changed(self, key: Key, came: bool) -> None:
         """``key`` became resident by the warm start, or is no longer since its read failed."""
         if self._recorder is not None:

@@ -33,7 +33,7 @@ from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.experts.trace import Outcome, Recorder
 
 _POLL_S = 0.0005  # between looks at events, which nobody announces
-_WARM_AT_ONCE = 4  # reads of a warm start that a demand may find ahead of it
+_WARM_AT_ONCE = 4  # reads of a warm start; once there are demands, one, which they may wait for
 
 
 class Event(Protocol):
@@ -108,6 +108,7 @@ class Pager:
         self._quarantine = list(quarantine or [0] * len(catalogue.records))
         self._transport = transport
         self._ownership = ownership or ExpertOwnership.all(catalogue.experts)
+        self._owns_all = len(self._ownership.owned) == catalogue.experts
         self._timeout_s = timeout_s
         self._change = threading.Condition()
         self._ledger = Ledger(recorder)
@@ -224,10 +225,16 @@ class Pager:
             }
 
     def close(self) -> None:
-        """End all reading; who waits gets an error. May be called again."""
+        """End all reading; who waits gets an error. May be called again.
+
+        Events of released leases are not asked any more: the device's work must be over.
+        """
         with self._change:
             self._closed = True
             self._warm.clear()
+            for layer, retiring in enumerate(self._retiring):
+                while retiring:
+                    self._unpin(layer, retiring.popleft()[1])
             self._change.notify_all()
         self._transport.close()
 
@@ -239,7 +246,7 @@ class Pager:
             raise ExpertRangeError(
                 "no such layer", expected=f"0 to {len(self._layers) - 1}", found=layer
             )
-        distinct = dict.fromkeys(int(expert) for expert in ids)
+        distinct = dict.fromkeys(map(int, ids))
         experts = self._catalogue.experts
         for expert in distinct:
             if not 0 <= expert < experts:
@@ -248,6 +255,8 @@ class Pager:
                     expected=f"0 to {experts - 1}",
                     found=expert,
                 )
+        if self._owns_all:
+            return distinct
         return {expert: None for expert in distinct if self._ownership.owns(expert)}
 
     def _plan(
@@ -277,7 +286,7 @@ class Pager:
                     layer,
                     phase,
                     outcomes,
-                    accesses=sum(map(self._ownership.owns, ids)),
+                    accesses=len(ids) if self._owns_all else sum(map(self._ownership.owns, ids)),
                     evictions=survey.evictions,
                     nbytes=nbytes,
                     dispatch=dispatch,
@@ -459,10 +468,11 @@ class Pager:
         """Begin what is next in line of the warm start, unless demands are being read."""
         fills: list[Fill] = []
         with self._change:
+            most = 1 if self._ledger.demanded else _WARM_AT_ONCE
             while (
                 self._warm
                 and not self._loading[Purpose.DEMAND]
-                and self._loading[Purpose.WARM] < _WARM_AT_ONCE
+                and self._loading[Purpose.WARM] < most
             ):
                 layer, expert = self._warm.popleft()
                 fills += self._place_ahead(layer, {expert: None}, Purpose.WARM)

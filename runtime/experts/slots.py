@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ds4q.runtime.errors import CacheError
-from ds4q.runtime.experts.catalogue import ALIGN, Geometry, Record
+from ds4q.runtime.experts.catalogue import Geometry, Record
 from ds4q.runtime.experts.ledger import Ahead
 from ds4q.runtime.experts.policy import Policy
 from ds4q.runtime.experts.reading import Purpose
@@ -28,6 +30,7 @@ from ds4q.runtime.experts.reading import Purpose
 U8 = npt.NDArray[np.uint8]
 
 _TOLD = 8  # slots that a message names
+_TOUCHERS = 4  # threads: the kernel clears some GB/s in each
 
 
 class HostSlots:
@@ -47,14 +50,17 @@ class HostSlots:
         self._geometry = tuple(geometry)
         layers = [(max(n, 0), layer) for n, layer in zip(counts, geometry, strict=True)]
         try:
-            self._gate_up = [_touched(n * layer.gate_up_stride) for n, layer in layers]
-            self._down = [_touched(n * layer.down_stride) for n, layer in layers]
-        except MemoryError:
+            self._gate_up = [_pool(n * layer.gate_up_stride) for n, layer in layers]
+            self._down = [_pool(n * layer.down_stride) for n, layer in layers]
+        except (OSError, OverflowError) as error:
             nbytes = sum(n * layer.nbytes for n, layer in layers)
             raise CacheError(
                 f"no memory for {nbytes:,} bytes of expert slots",
+                found=error,
                 remedy="give a smaller --expert-cache",
             ) from None
+        with ThreadPoolExecutor(_TOUCHERS) as threads:
+            list(threads.map(_touch, (*self._gate_up, *self._down)))
 
     @property
     def nbytes(self) -> int:
@@ -75,12 +81,19 @@ class HostSlots:
         )
 
 
-def _touched(nbytes: int) -> U8:
-    """(nbytes,) u8, aligned, in memory that is there and not only promised."""
-    raw = np.empty(nbytes + ALIGN, dtype=np.uint8)
-    raw[:: mmap.PAGESIZE] = 0
-    start = -raw.ctypes.data % ALIGN
-    return raw[start : start + nbytes]
+def _pool(nbytes: int) -> U8:
+    """(nbytes,) u8 that begins at a page: in large pages, which are had and looked up sooner."""
+    if not nbytes:
+        return np.empty(0, dtype=np.uint8)
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them has small ones
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+def _touch(pool: U8) -> None:
+    """Have the memory now, and not at the first read of each slot."""
+    pool[:: mmap.PAGESIZE] = 0
 
 
 class Entry:
@@ -109,18 +122,14 @@ class Entry:
         return self.loading or self.pins > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What a list of distinct experts meets, each part in order of first appearance.
+class Survey(NamedTuple):
+    """What a list of distinct experts meets, each part in order of first appearance."""
 
-    ``evictions`` is how many residents must go. ``fits``: it can be done now.
-    """
-
-    resident: tuple[Entry, ...]
-    aside: tuple[Entry, ...]
-    missing: tuple[int, ...]
-    evictions: int
-    fits: bool
+    resident: list[Entry]
+    aside: list[Entry]
+    missing: list[int]
+    evictions: int  # residents that must go
+    fits: bool  # it can be done now
 
 
 class LayerSlots:
@@ -159,7 +168,9 @@ class LayerSlots:
 
     def survey(self, wanted: Collection[int]) -> Survey:
         """How ``wanted``, distinct experts, stand; changes nothing."""
-        resident, aside, missing = [], [], []
+        resident: list[Entry] = []
+        aside: list[Entry] = []
+        missing: list[int] = []
         for expert in wanted:
             if (entry := self._residents.get(expert)) is not None:
                 resident.append(entry)
@@ -167,6 +178,8 @@ class LayerSlots:
                 aside.append(entry)
             else:
                 missing.append(expert)
+        if len(resident) == len(wanted):
+            return Survey(resident, aside, missing, 0, True)
         new = len(aside) + len(missing)
         evictions = max(0, len(self._residents) + new - self.slots)
         idle = len(self._residents) - self._busy - sum(not entry.busy for entry in resident)
@@ -174,7 +187,7 @@ class LayerSlots:
             len(self._aside) - self._aside_loading - sum(not entry.loading for entry in aside)
         )
         fits = evictions <= idle and len(missing) <= len(self._free) + evictions + droppable
-        return Survey(tuple(resident), tuple(aside), tuple(missing), evictions, fits)
+        return Survey(resident, aside, missing, evictions, fits)
 
     def admit(self, survey: Survey, wanted: Collection[int], pinned: list[Entry]) -> None:
         """Make all of ``wanted`` resident and append their entries, held, to ``pinned``.

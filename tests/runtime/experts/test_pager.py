@@ -370,6 +370,13 @@ def test_leases_end_in_the_order_of_their_kernels() -> None:
         assert made.pager.counters()["leased"] == 0
 
 
+def test_closing_ends_leases_that_wait_for_kernels() -> None:
+    with bench(slots=2) as made:
+        made.hold(1).release(Work())
+        made.pager.close()
+        assert made.pager.counters()["leased"] == 0
+
+
 # ---------------------------------------------------------------------- what fails
 
 
