@@ -6,6 +6,7 @@ It knows no text and picks no token.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -57,7 +58,8 @@ class Engine:
 
     Attributes
     ----------
-    load_s : seconds that loading took, by what they went into
+    load_s : seconds that loading took, by what they went into; "first_kernel" is that of the first
+        step through the first layer, when compiled code is loaded
     """
 
     def __init__(
@@ -248,9 +250,11 @@ class Engine:
             self._cache.begin(state.number, state.position, ids, phase)
             routed = self._cache.routed
         step = Step(ids, state.position, places, trace, observer, phase, routed)
+        started = time.perf_counter()
         streams = self._embedding.forward(ids)
         for block, cache in zip(self._blocks, state.layers, strict=True):
             streams = block.forward(streams, step, cache)
+            self.load_s.setdefault("first_kernel", time.perf_counter() - started)
         return streams
 
 

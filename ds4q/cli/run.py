@@ -6,8 +6,9 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +25,23 @@ from ds4q.cli.common import (
     warn,
     write_report,
 )
+from ds4q.cli.experts import (
+    Devices,
+    ExpertOptions,
+    cache_report,
+    expert_options,
+    say_breakdown,
+    say_cache,
+)
 
 if TYPE_CHECKING:
     from ds4q.runtime.device.engine import HipEngine
     from ds4q.runtime.engine import Engine
+    from ds4q.runtime.experts.options import CacheOptions
     from ds4q.runtime.generate import Generation
     from ds4q.runtime.sampling import Sampler
+    from ds4q.runtime.source import Progress
+    from ds4q.runtime.spread import Spread
     from ds4q.runtime.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 1024
@@ -110,11 +122,12 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option("--ignore-eos", is_flag=True, help="Go on after the token that ends the text.")
 @click.option(
     "--device",
-    type=click.Choice(["cpu", "hip"]),
+    type=Devices(["cpu", "hip"]),
     default="cpu",
     show_default=True,
     help="Where the model runs; hip: on a GPU, or as DS4Q_HIP says.",
 )
+@expert_options
 @threads_option
 @click.option(
     "--stats",
@@ -136,6 +149,7 @@ def command(
     seed: int | None,
     ignore_eos: bool,
     device: str,
+    experts: ExpertOptions,
     threads: int,
     stats: Path | None,
     as_json: bool,
@@ -156,11 +170,11 @@ def command(
         raise click.UsageError("--think belongs to the chat format: leave out --raw, --prompt-ids")
     if stats is not None:
         claim_report(stats, "--stats", b'"timings"')
+    how = _How(file, device, threads, quiet, experts.cache(), experts.spread(device))
     text = None if prompt_ids else _prompt_text(prompt)
 
     from ds4q.artifact.hfq import Reader
     from ds4q.runtime.generate import check_prompt, generate, metadata_object, stop_ids
-    from ds4q.runtime.sampling import Sampler, sampling_defaults
     from ds4q.runtime.text.tokenizer import Tokenizer
 
     # What the metadata alone can refuse is refused before the weights are read.
@@ -170,12 +184,7 @@ def command(
             warn(f"{file}: {warning}")
     tokenizer = Tokenizer.from_metadata(metadata, path=file)
     stops = stop_ids(metadata, tokenizer)
-    sampling = sampling_defaults(metadata_object(metadata, "generation_config"))
-    sampler = Sampler(
-        temperature=sampling["temperature"] if temp is None else temp,
-        top_p=sampling["top_p"] if top_p is None else top_p,
-        seed=secrets.randbelow(DRAWN_SEEDS) if seed is None else seed,
-    )
+    sampler = _sampler(metadata, temp, top_p, seed)
     ids = prompt_ids or _encode(text or "", metadata, tokenizer, file, raw=raw, think=think)
     vocabulary = metadata_object(metadata, "config").get("vocab_size")
     if isinstance(vocabulary, int):  # else the engine says what is wrong with the config
@@ -183,7 +192,7 @@ def command(
 
     with ExitStack() as stack:
         started = time.perf_counter()
-        engine, where = _load(stack, device, file, len(ids) + max_tokens, threads, quiet)
+        engine, where = _load(stack, how, len(ids) + max_tokens)
         load_s = time.perf_counter() - started
         generation = generate(
             engine,
@@ -204,15 +213,28 @@ def command(
         except KeyboardInterrupt as interrupt:
             stop = interrupt  # what there is so far is still reported
             generation.end()
-    report = _report(generation, sampler, load_s) | {"device": where}
+        cache = cache_report(engine.cache_counters(), how.cache, generation.rates())
+    report = _report(generation, sampler, load_s, cache) | {"device": where}
     if as_json:
         emit_json(_answer(generation, has_text=tokenizer is not None, thinking=think) | report)
     if stats is not None:
         write_report(stats, json.dumps(report, indent=2) + "\n")
     if not quiet:
-        _say_statistics(report, verbose=verbose)
+        _say_statistics(report, engine.load_s if verbose else None)
     if stop is not None:
         raise stop
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How the model of an artifact is run."""
+
+    file: Path
+    device: str
+    threads: int
+    quiet: bool
+    cache: CacheOptions | None
+    spread: Spread
 
 
 def _prompt_text(prompt: str | None) -> str:
@@ -260,14 +282,27 @@ def _encode(
     return encode_chat(config, tokenizer, messages, thinking=think, path=file)
 
 
-def _load(
-    stack: ExitStack, device: str, file: Path, tokens: int, threads: int, quiet: bool
-) -> tuple[Engine | HipEngine, dict[str, str]]:
-    """A loaded model, and what it runs on; ``stack`` frees what it holds on a device.
+def _sampler(
+    metadata: Mapping[str, Any], temp: float | None, top_p: float | None, seed: int | None
+) -> Sampler:
+    from ds4q.runtime.generate import metadata_object
+    from ds4q.runtime.sampling import Sampler, sampling_defaults
+
+    sampling = sampling_defaults(metadata_object(metadata, "generation_config"))
+    return Sampler(
+        temperature=sampling["temperature"] if temp is None else temp,
+        top_p=sampling["top_p"] if top_p is None else top_p,
+        seed=secrets.randbelow(DRAWN_SEEDS) if seed is None else seed,
+    )
+
+
+def _load(stack: ExitStack, how: _How, tokens: int) -> tuple[Engine | HipEngine, dict[str, str]]:
+    """A loaded model, and what it runs on; ``stack`` ends its reading, and frees a device.
 
     ``tokens`` is the most that prompt and answer may have.
     """
-    with progress("loading", file.stat().st_size, quiet=quiet) as advance:
+    how.spread.check(paged=how.cache is not None and how.cache.paged)
+    with progress("loading", how.file.stat().st_size, quiet=how.quiet) as advance:
         known = 0
 
         def report(done: int, total: int) -> None:
@@ -275,26 +310,61 @@ def _load(
             advance(done - known)
             known = done
 
-        if device == "cpu":
-            from ds4q.runtime.engine import Engine
+        engine: Engine | HipEngine
+        if how.device == "cpu":
+            engine, where = _load_cpu(how, tokens, report), {"kind": "cpu"}
+        else:
+            engine, where = _load_hip(how, tokens, report)
+    stack.enter_context(engine)
+    notes = engine.notes
+    _warn_of(notes)
+    stack.callback(_warn_of, notes, len(notes))  # what comes while it runs
+    return engine, where
 
-            return Engine.load(file, threads=threads, progress=report), {"kind": "cpu"}
-        from ds4q.artifact.hfq import Reader
-        from ds4q.runtime.device.engine import HipEngine
-        from ds4q.runtime.device.state import FIRST_TOKENS
-        from ds4q.runtime.engine import checked_config
 
-        with Reader(file) as reader:
-            tokens = min(tokens, checked_config(reader).max_position_embeddings)
-        # Few answers use a large --max-tokens up: caches for more than usual grow when they must.
-        sized = tokens if tokens <= FIRST_TOKENS else None
-        engine = stack.enter_context(HipEngine.load(file, max_context=sized, progress=report))
+def _warn_of(notes: Sequence[str], first: int = 0) -> None:
+    for note in notes[first:]:
+        warn(note)
+
+
+def _load_cpu(how: _How, tokens: int, report: Progress) -> Engine:
+    from ds4q.runtime.engine import Engine
+
+    if how.cache is None:
+        return Engine.load(how.file, threads=how.threads, progress=report)
+    return Engine.load(
+        how.file,
+        threads=how.threads,
+        max_context=_context(how.file, tokens),  # so that an automatic cache leaves room for it
+        progress=report,
+        cache=how.cache,
+        spread=how.spread,
+    )
+
+
+def _load_hip(how: _How, tokens: int, report: Progress) -> tuple[HipEngine, dict[str, str]]:
+    from ds4q.runtime.device.engine import HipEngine
+    from ds4q.runtime.device.state import FIRST_TOKENS
+
+    tokens = _context(how.file, tokens)
+    # Few answers use a large --max-tokens up: caches for more than usual grow when they must.
+    sized = tokens if tokens <= FIRST_TOKENS else None
+    engine = HipEngine.load(how.file, max_context=sized, progress=report, cache=how.cache)
     facts = engine.backend.facts()
-    if not quiet:
+    if not how.quiet:
         say(f"device: {facts['name']} ({facts['arch']})")
     for note in engine.backend.device.notes:
         warn(note)
     return engine, facts
+
+
+def _context(file: Path, tokens: int) -> int:
+    """``tokens``, or as many as the model has positions for."""
+    from ds4q.artifact.hfq import Reader
+    from ds4q.runtime.engine import checked_config
+
+    with Reader(file) as reader:
+        return min(tokens, checked_config(reader).max_position_embeddings)
 
 
 class _Screen:
@@ -342,7 +412,9 @@ class _Screen:
             self._last = text
 
 
-def _report(generation: Generation, sampler: Sampler, load_s: float) -> dict[str, Any]:
+def _report(
+    generation: Generation, sampler: Sampler, load_s: float, cache: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """The figures of a run, for ``--json``, ``--stats`` and stderr."""
     return {
         "finish_reason": generation.finish_reason,
@@ -353,7 +425,7 @@ def _report(generation: Generation, sampler: Sampler, load_s: float) -> dict[str
             "top_p": sampler.top_p,
             "seed": sampler.seed,
         },
-        "cache": None,
+        "cache": cache,
     }
 
 
@@ -367,13 +439,15 @@ def _answer(generation: Generation, *, has_text: bool, thinking: bool) -> dict[s
     return {"text": text, "reasoning": reasoning, "ids": generation.ids}
 
 
-def _say_statistics(report: Mapping[str, Any], *, verbose: bool) -> None:
+def _say_statistics(report: Mapping[str, Any], load_s: Mapping[str, float] | None) -> None:
+    """``load_s``: what loading took, for those who want to know more."""
     usage, times, sampling = report["usage"], report["timings"], report["sampling"]
-    if verbose:
+    if load_s is not None:
         say(
             f"loaded in {times['load_s']:.2f} s; temperature {sampling['temperature']:g}, "
             f"top_p {sampling['top_p']:g}, seed {sampling['seed']}"
         )
+        say_breakdown(load_s)
     if not usage["completion_tokens"]:  # stopped while the prompt was read: no figure holds
         say(f"prompt: {usage['prompt_tokens']} tokens; ended by: interrupt before the first token")
         return
@@ -385,6 +459,8 @@ def _say_statistics(report: Mapping[str, Any], *, verbose: bool) -> None:
         f"{times['first_token_s']:.2f} s, the others in {decode}; "
         f"ended by: {report['finish_reason'] or 'interrupt'}"
     )
+    if report["cache"] is not None:
+        say_cache(report["cache"])
 
 
 def _rate_text(seconds: float, rate: float | None) -> str:

@@ -26,7 +26,8 @@ from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.plan import Plan, plan_slots
 from ds4q.runtime.experts.policy import DEFAULT_POLICY, parameters_of
 from ds4q.runtime.experts.predict import AdapterGuess, Prefetcher
-from ds4q.runtime.experts.reading import ExpertReader
+from ds4q.runtime.experts.profile import Profile, read_profile
+from ds4q.runtime.experts.reading import ExpertReader, Purpose
 from ds4q.runtime.experts.recorded import RecordedExperts
 from ds4q.runtime.experts.resident import OwnedExperts, ResidentExperts
 from ds4q.runtime.experts.slots import HostSlots
@@ -61,6 +62,7 @@ class ExpertCache:
         self._plan = opened.plan
         self._recorder = opened.recorder
         self._adapter = opened.adapter
+        self._profile = opened.profile
         self._stack = opened.stack.pop_all()
         self._states: StateRecorder | None = None
         self._listeners: list[Routed] = []
@@ -77,6 +79,9 @@ class ExpertCache:
             self._listeners.append(self._states.see)
         if isinstance(self.store, PagedExperts) and self._plan is not None:
             self._look_ahead(self.store, self._plan, routers)
+            if self._profile is not None:
+                for layer, experts in enumerate(self._profile.experts):
+                    self.store.pager.prefetch(layer, experts[: self._plan.slots], Purpose.WARM)
 
     def begin(self, sequence: int, position: int, ids: I64, phase: Phase) -> None:
         """A batch of token ids [T] begins at ``position`` of a sequence."""
@@ -87,7 +92,9 @@ class ExpertCache:
 
     def counters(self) -> dict[str, Any] | None:
         """What pager and transport counted; None where nothing is paged."""
-        return self.store.counters() if isinstance(self.store, PagedExperts) else None
+        if not isinstance(self.store, PagedExperts):
+            return None
+        return {"policy": self._options.policy or DEFAULT_POLICY} | self.store.counters()
 
     def close(self) -> None:
         """End all reading and finish the trace; a second call does nothing."""
@@ -133,7 +140,7 @@ def open_cache(
 
     Raises
     ------
-    CacheError, AdapterError, ReceiptError : what is asked for cannot be
+    CacheError, AdapterError, ProfileError, ReceiptError : what is asked for cannot be
     """
     with ExitStack() as stack:
         opening = _Opening(
@@ -179,6 +186,7 @@ class _Opening:
         self.notes: list[str] = []
         self.plan: Plan | None = None
         self.adapter: Adapter | None = None
+        self.profile: Profile | None = None
         self.recorder: Recorder | None = None
         self.catalogue = Catalogue(config, source, path=reader.path, bind=False)
 
@@ -188,6 +196,13 @@ class _Opening:
         if options.adapter is not None:
             self.adapter = read_adapter(options.adapter)
             self.adapter.check_model(self.config, artifact_identity(self.reader))
+        if options.profile is not None:
+            self.profile = read_profile(
+                options.profile,
+                artifact_identity(self.reader),
+                self.config.num_hidden_layers,
+                self.config.n_routed_experts,
+            )
         if options.paged:
             dense_bytes = sum(e.nbytes for e in self.reader.tensors.values()) - catalogue.file_bytes
             self.plan = plan_slots(
@@ -238,6 +253,7 @@ class _Opening:
             owned if self.plan is None else self.plan.slots,
             policy=policy,
             parameters=parameters_of(policy),
+            warm_start="" if self.profile is None else self.profile.digest,
         )
         self.recorder = Recorder(path, header)
         self.stack.callback(self.recorder.close)

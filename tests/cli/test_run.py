@@ -67,12 +67,29 @@ class Engine:
         self.answers: Iterator[int | BaseException] = iter(answers)
         self.fed: list[list[int]] = []
         self.threads = 0
+        self.options: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.load_s = {"open": 0.25}
 
     def load(
-        self, path: Path, *, threads: int, progress: Callable[[int, int], None] | None = None
+        self,
+        path: Path,
+        *,
+        threads: int,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
     ) -> Engine:
-        self.threads = threads
+        self.threads, self.options = threads, options
         return self
+
+    def cache_counters(self) -> None:
+        return None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
     def new_state(self) -> None:
         return None
