@@ -16,7 +16,7 @@ import xxhash
 
 from ds4q.artifact.errors import MetadataError
 from ds4q.artifact.metadata import canonical, parse_metadata
-from ds4q.runtime.errors import ProfileError
+from ds4q.runtime.errors import ProfileError, TraceError
 from ds4q.runtime.experts.trace import Trace
 
 FORMAT = "ds4q.profile.v1"
@@ -38,12 +38,17 @@ class Profile:
 
     @classmethod
     def of(cls, trace: Trace) -> Profile:
-        """Count a trace. Equal counts go by expert number."""
+        """Count a trace. Equal counts go by expert number.
+
+        Raises ``TraceError`` where nothing was asked for.
+        """
         header = trace.header
         counts = np.zeros((header.layers, header.experts), dtype=np.int64)
         for record in trace.bands():
             served = record.ids[np.isin(record.ids, record.distinct)]  # another band has the rest
             counts[record.layer] += np.bincount(served, minlength=header.experts)
+        if not counts.any():
+            raise TraceError("the trace records no dispatch", path=trace.path)
         order = np.argsort(-counts, axis=1, kind="stable")
         used = [ids[row[ids] > 0] for ids, row in zip(order, counts, strict=True)]
         return cls(

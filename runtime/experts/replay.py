@@ -77,7 +77,7 @@ class Tally:
     def hit_rate(self) -> float:
         """Share of distinct experts that were there when asked for."""
         asked = self.met(*Outcome)
-        return 1 - self.reads / asked if asked else 1.0
+        return 1 - self.reads / asked
 
     @property
     def nbytes(self) -> int:
@@ -167,12 +167,17 @@ class Workload:
 
     @classmethod
     def of(cls, trace: Trace) -> Workload:
-        """Read a trace; bands of one dispatch are put together again."""
+        """Read a trace; bands of one dispatch are put together again.
+
+        Without a profile there was no warm start: a run with all experts had them from the start.
+
+        Raises ``TraceError`` where nothing was asked for.
+        """
         steps: list[Asked | Warmed] = []
         tokens: dict[Phase, int] = dict.fromkeys(PHASES, 0)
         at, counted, layer = (-1, -1), -1, -1
         for record in trace:
-            if isinstance(record, WarmRecord):
+            if isinstance(record, WarmRecord) and trace.header.warm_start:
                 steps.append(Warmed(*record))
             if not isinstance(record, BandRecord):
                 continue
@@ -191,6 +196,8 @@ class Workload:
             else:
                 steps.append(asked)
             at = record.number, record.layer
+        if layer < 0:
+            raise TraceError("the trace records no dispatch", path=trace.path)
         return cls(trace.header, tuple(steps), tokens)
 
 

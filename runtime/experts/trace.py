@@ -46,7 +46,7 @@ _EXPERT = struct.Struct("<HH")
 _STATES = struct.Struct("<QIBIHIHII")
 _ROUTER = struct.Struct("<HII")
 _END = struct.Struct("<Q")
-_STEP_BYTES = 4096  # a few bytes of a forged frame may stand for megabytes
+_STEP_BYTES = 256  # of a forged frame, 4 bytes may stand for 128 KiB
 _WINDOW_BYTES = 8 << 20
 
 
