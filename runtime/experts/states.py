@@ -31,7 +31,7 @@ class StateRecorder:
     def __init__(self, recorder: Recorder, routers: Sequence[Router]) -> None:
         self._recorder = recorder
         learned = [layer for layer, router in enumerate(routers) if router.bias is not None]
-        self._first = max(min(learned, default=len(routers)) - 1, 0)
+        self._first = max(learned[0] - 1, 0) if learned else len(routers)
         for layer in learned:
             bias = routers[layer].bias
             if bias is not None and layer > self._first:
