@@ -181,14 +181,11 @@ class ExpertReader:
         self._refused = False  # O_DIRECT
         self._direct = self._buffered = self._probe = -1
         try:
-            self._buffered = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            self._probe = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            reader.check_unchanged()
-            if not os.path.samestat(os.fstat(self._buffered), os.fstat(reader.fd)):
-                raise ChangedError(path=self.path)
+            self._buffered = self._open(reader)
+            self._probe = self._open(reader)
             # Without it, asking for one page that is not cached would read ahead megabytes.
             os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
-            self._open_direct()
+            self._direct = self._open_direct(reader)
         except BaseException:
             self._close_files()
             raise
@@ -260,13 +257,22 @@ class ExpertReader:
 
     # ------------------------------------------------------------------ how
 
-    def _open_direct(self) -> None:
+    def _open(self, reader: Reader, flags: int = 0) -> int:
+        """Another handle of the very file that ``reader`` has open."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        if not os.path.samestat(os.fstat(fd), os.fstat(reader.fd)):
+            os.close(fd)
+            raise ChangedError(path=self.path)
+        return fd
+
+    def _open_direct(self, reader: Reader) -> int:
         try:
-            self._direct = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            return self._open(reader, os.O_DIRECT)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
             self._refuse_direct()
+            return -1
 
     def _refuse_direct(self) -> None:
         with self._lock:

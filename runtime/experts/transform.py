@@ -114,8 +114,7 @@ class WidthSlice:
                 f"rows of {kind.name} are not cut into columns", tensor=entry.name
             )
         try:
-            for k in (entry.shape[1], shape[1]):
-                kind.row_bytes(k)
+            kind.row_bytes(shape[1])
         except PayloadSizeError as error:
             raise FillTransformError(
                 error.what, tensor=entry.name, expected=error.expected, found=error.found

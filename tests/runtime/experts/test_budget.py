@@ -41,6 +41,7 @@ def test_nothing_to_read_is_no_guess() -> None:
 
 def test_the_sentinel_of_version_1_is_no_limit() -> None:
     assert available(MEMINFO, [NO_LIMIT_V1]) == HOST
+    assert available(MEMINFO, [NO_LIMIT_V1._replace(used=None, stat=None)]) == HOST
     huge_pages = NO_LIMIT_V1._replace(limit=str(2**63 - 65536))
     assert available(MEMINFO, [huge_pages]) == HOST
 
@@ -153,6 +154,15 @@ def test_a_container_sees_part_of_the_tree(system: System, path: str) -> None:
     system.v2("inner", Group("1000", "0", "inactive_file 0"))
     expected = 1000 if path.endswith("inner") else TIGHT_LEFT
     assert available_bytes(system.root) == expected
+
+
+def test_a_group_outside_the_mount_is_not_looked_for_there(system: System) -> None:
+    """A process that was moved out of its namespace has a path upwards."""
+    system.write("proc/self/cgroup", "0::/../../elsewhere\n")
+    system.write("proc/self/mountinfo", system.mount("/", "/sys/fs/cgroup", "cgroup2", "rw"))
+    system.v2("", TIGHT)
+    system.v2("../../elsewhere", Group("1000", "0", "inactive_file 0"))
+    assert available_bytes(system.root) == TIGHT_LEFT
 
 
 def test_groups_that_cannot_be_seen_are_no_guess(system: System) -> None:

@@ -286,7 +286,9 @@ class Ranks:
             everyone = ExpertOwnership.all(catalogue.experts)
             tensors = Tensors(reader)
             tensors.bind(entry for record in catalogue for entry in record.entries)
-            self.ranks.append(PagedExperts(pager, held, catalogue, tensors, everyone, band=slots))
+            self.ranks.append(
+                PagedExperts(pager, transport, held, catalogue, tensors, everyone, band=slots)
+            )
 
     def begin(self, *args: Any) -> None:
         for rank in self.ranks:
@@ -298,7 +300,7 @@ class Ranks:
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.close()
+            rank.pager.close()
 
 
 def reduce_ranks(monkeypatch: pytest.MonkeyPatch, parts: slice) -> None:

@@ -130,6 +130,14 @@ def test_what_is_waited_for_is_read_first(
     log.wait(7)
     # Demands in the order of their arrival, also the one that became a demand later.
     assert [key.expert for key in gate.order[1:]] == [3, 4, 5, 2, 1, 0]
+    transport.start([Fill(Key(2, e), 0, Purpose.WARM) for e in range(9)], log)
+    for _ in range(6):
+        assert gate.entered.acquire(timeout=30)
+    assert gate.entered.acquire(timeout=30)
+    transport.hurry([Key(2, 8), Key(2, 6)])
+    gate.let(9)
+    log.wait(9)
+    assert [key.expert for key in gate.order[7:]] == [0, 6, 8, 1, 2, 3, 4, 5, 7]
     transport.close()
 
 
