@@ -32,7 +32,7 @@ from ds4q.runtime.experts.slots import Entry, LayerSlots, Survey
 from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.experts.trace import Outcome, Recorder
 
-_POLL_S = 0.0005  # between looks at events, which nobody announces
+_POLL_S = 0.0002  # between looks at events, which nobody announces
 _WARM_AT_ONCE = 4  # reads of a warm start; once there are demands, one, which they may wait for
 
 
@@ -343,7 +343,8 @@ class Pager:
                 raise TransportClosedError(path=self._catalogue.path)
             self._retire(layer)
             survey = slots.survey(wanted)
-            return survey.fits
+            # Who goes must not depend on how far a device is: a replay could not tell.
+            return survey.fits and not (survey.evictions and self._retiring[layer])
 
         def overdue() -> Ds4qError:
             return SlotTimeoutError(

@@ -267,7 +267,7 @@ class Bench:
             self.transport,
             policy=rest.pop("policy", "lru"),
             quarantine=[quarantine] * layers,
-            timeout_s=10 * PATIENCE_S if timeout_s is None else timeout_s,
+            timeout_s=3 * PATIENCE_S if timeout_s is None else timeout_s,
             **rest,
         )
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
+from ds4q.artifact.errors import TruncatedError
 from ds4q.runtime.experts.ledger import Dispatch
+from ds4q.runtime.experts.pager import Pager
+from ds4q.runtime.experts.policy import POLICIES, parameters_of
 from ds4q.runtime.experts.reading import Purpose
+from ds4q.runtime.experts.replay import reproduce
+from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.experts.trace import (
     BandRecord,
     GoneRecord,
@@ -17,7 +26,7 @@ from ds4q.runtime.experts.trace import (
     WarmRecord,
     read_trace,
 )
-from tests.runtime.experts.fakes import NBYTES, Bench, bench
+from tests.runtime.experts.fakes import NBYTES, Bench, ByThread, Memory, Numbered, bench
 
 HEADER = Header(
     artifact="a" * 32,
@@ -81,3 +90,50 @@ def test_a_trace_tells_which_reads_failed(tmp_path: Path) -> None:
     assert gone == GoneRecord(0, 2)
     assert isinstance(second, BandRecord)
     assert second.outcomes.tolist() == [Outcome.MISS, Outcome.HIT]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_meets_what_the_run_met(tmp_path: Path, policy: str) -> None:
+    """Whatever was read ahead, warmed, or failed between the dispatches."""
+    layers, experts, slots, quarantine = 3, 16, 5, 2
+    header = replace(
+        HEADER,
+        layers=layers,
+        slots=slots,
+        slot_bytes=(NBYTES,) * layers,
+        expert_bytes=((NBYTES,),) * layers,
+        policy=policy,
+        parameters=parameters_of(policy),
+        warm_start="a profile",
+    )
+    recorder = Recorder(tmp_path / "run.trace", header)
+    catalogue: Any = Numbered(experts, layers)
+    transport = ByThread(Memory(catalogue, slots + quarantine), errors=0.03, delay_s=0.0005)
+    pager = Pager(
+        catalogue, slots, transport, policy=policy, quarantine=[2] * layers, recorder=recorder
+    )
+    draw = random.Random(5)
+    failed = 0
+    for layer in range(layers):
+        pager.prefetch(layer, draw.sample(range(experts), 4), Purpose.WARM)
+    for number in range(150):
+        phase: Phase = "prefill" if number < 20 else "decode"
+        for layer in range(layers):
+            guess = draw.choice((Purpose.CERTAIN, Purpose.SPECULATIVE))
+            pager.prefetch(draw.randrange(layers), draw.sample(range(experts), 2), guess)
+            ids = np.array([draw.sample(range(experts), 3)])
+            try:
+                pager.acquire(
+                    layer, ids[0].tolist(), phase, Dispatch(number, 0, number, ids)
+                ).release()
+            except TruncatedError:
+                failed += 1
+    transport.settle()
+    pager.close()
+    recorder.close()
+    told = reproduce(read_trace(tmp_path / "run.trace")).told()
+    counted = pager.counters()
+    assert failed
+    assert counted["decode"]["prefetched"]
+    for each, counts in told.items():
+        assert counts == {name: counted[each][name] for name in counts}

@@ -370,6 +370,19 @@ def test_leases_end_in_the_order_of_their_kernels() -> None:
         assert made.pager.counters()["leased"] == 0
 
 
+def test_who_goes_does_not_depend_on_how_far_the_device_is() -> None:
+    with bench(slots=3) as made:
+        work = Work()
+        made.hold(1).release(work)
+        made.use(2, 3)
+        waiting = made.ask(4)
+        made.asleep()
+        work.over = True
+        made.transport.serve(4)
+        waiting.got().release()
+        assert made.use(2, 3, 4) == []
+
+
 def test_closing_ends_leases_that_wait_for_kernels() -> None:
     with bench(slots=2) as made:
         made.hold(1).release(Work())
