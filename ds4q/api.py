@@ -39,7 +39,7 @@ from ds4q.quantize.recipe import Recipe, find_recipe
 if TYPE_CHECKING:
     from ds4q.runtime.calibrate import Calibration
     from ds4q.runtime.device.decode_check import DeviceDecoding
-    from ds4q.runtime.gates import Gate
+    from ds4q.runtime.gates import Gate, Surroundings
 
 Advance = Callable[[int], None]
 Progress = Callable[..., AbstractContextManager[Advance]]
@@ -207,8 +207,9 @@ def verify(
     imatrix : the importance matrix that the artifact was made with
     errors_only : of lossy types measure the errors alone: no second encoding, no fit of books
     device : "hip" has the device decode every weight, too, and compares bits with the CPU codecs
-    gates : ``Divergence(...)``, ``Fidelity(...)`` of ``ds4q.runtime.gates``; they run the model,
-        and only where the structure is sound
+    gates : ``Divergence(...)``, ``Fidelity(...)``, ``Neutrality(...)``, ``LoadTime(...)`` of
+        ``ds4q.runtime.gates``; they run the model, the last two on ``device``, and only where the
+        structure is sound
     tell : called with lines for people, such as how much disk a gate is about to take
 
     A check whose ground is missing (no receipt, no source) is not in the report. What is wrong
@@ -237,7 +238,9 @@ def verify(
                 with report.check("quantization-hash") as check:
                     check_quantization_hash(reader, check)
     if structure.ok and gates:
-        _run_gates(report, path, gates, threads, progress, tell)
+        from ds4q.runtime.gates import Surroundings  # the model and its kernels, for this alone
+
+        _run_gates(report, path, gates, Surroundings(threads, progress, tell, device))
     return report
 
 
@@ -245,14 +248,9 @@ def _run_gates(
     report: Report,
     path: str | os.PathLike[str],
     gates: Sequence[Gate],
-    threads: int,
-    progress: Progress,
-    tell: Callable[[str], None],
+    where: Surroundings,
 ) -> None:
     """The checks that run the model; a file that they lack is a failure like any other."""
-    from ds4q.runtime.gates import Surroundings  # the model and its kernels, for this alone
-
-    where = Surroundings(threads, progress, tell)
     for gate in gates:
         with report.check(gate.name) as check:
             try:

@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ds4q.cli import common
+
 if TYPE_CHECKING:
     from ds4q.runtime.gates import Gate
 
-NAMES = ("divergence", "fidelity")
-OF_DIVERGENCE = ("texts", "tokens", "window", "max_kl", "min_top1")
-OF_FIDELITY = ("min_exact",)
+NAMES = ("divergence", "fidelity", "neutrality", "load-time")
+OWNED = {
+    "divergence": ("against", "texts", "tokens", "window", "max_kl", "min_top1"),
+    "fidelity": ("against", "min_exact"),
+    "neutrality": ("prompts", "tokens", "cache", "fast", "policies", "adapter"),
+    "load-time": ("cache", "profile", "baseline", "write_baseline", "max_ratio", "timeout", "runs"),
+}
+NEEDED = {"against": "--against REF.hfq", "texts": "--text FILE"}
+OPTIONS = tuple(dict.fromkeys(name for owned in OWNED.values() for name in owned))
+WORDS = {"texts": "--text", "policies": "--cache-policy", "adapter": "--prefetch"}
+WORDS |= {"profile": "--cache-profile"}
 FIDELITY_ANSWERS = 60
 
 
@@ -31,15 +41,17 @@ _OPTIONS = [
         "names",
         type=click.Choice(NAMES),
         multiple=True,
-        help="Run the model against another artifact; repeatable. divergence: how far its "
-        "predictions are from the other's on texts; fidelity: whether it copies the identifiers "
-        "that the other copies, 20 in three repeats.",
+        help="Run the model; repeatable. divergence: how far its predictions are from another "
+        "artifact's on texts; fidelity: whether it copies the identifiers that the other copies, "
+        "20 in three repeats; neutrality: whether paging of experts leaves every token as it is; "
+        "load-time: what loading reads and how long that takes, with paging and without.",
     ),
     click.option(
         "--against",
         type=click.Path(path_type=Path),
         metavar="REF.hfq",
-        help="The artifact that gates compare with; fidelity wants the lossless one.",
+        help="The artifact that divergence and fidelity compare with; fidelity wants the lossless "
+        "one.",
     ),
     click.option(
         "--text",
@@ -53,9 +65,9 @@ _OPTIONS = [
         "--tokens",
         type=click.IntRange(min=1),
         metavar="N",
-        show_default="all of the texts",
-        help="Compare at most N tokens. Each takes 4 bytes x vocabulary of temporary disk space "
-        "(in TMPDIR).",
+        show_default="all of the texts; of neutrality 192",
+        help="divergence: compare at most N tokens; neutrality: continue each prompt by N. Each "
+        "takes 4 bytes x vocabulary of temporary disk space (in TMPDIR).",
     ),
     click.option(
         "--window",
@@ -85,6 +97,82 @@ _OPTIONS = [
         show_default=f"all {FIDELITY_ANSWERS}",
         help="Let fidelity pass with N exact copies.",
     ),
+    click.option(
+        "--prompts",
+        type=click.Path(path_type=Path),
+        metavar="FILE.jsonl",
+        show_default="built-in ones of 1, 7 and 300 tokens and about the attention window",
+        help='Prompts for neutrality, one a line: {"text": "..."} or {"ids": [1, 2, 3]}.',
+    ),
+    click.option(
+        "--cache",
+        type=common.SIZE,
+        metavar="S",
+        show_default="the smallest that can be",
+        help="Size of the small expert cache of neutrality and load-time.",
+    ),
+    click.option(
+        "--cache-policy",
+        "policies",
+        type=click.Choice(["lru", "lfu", "slru"]),
+        multiple=True,
+        show_default="the one that run takes",
+        help="What a cache of neutrality evicts; repeatable: one more run each.",
+    ),
+    click.option(
+        "--prefetch",
+        "adapter",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Let neutrality also run with the prefetch of this expert predictor.",
+    ),
+    click.option(
+        "--fast",
+        is_flag=True,
+        help="Let neutrality run the first 3 paged layers only; the report says so.",
+    ),
+    click.option(
+        "--cache-profile",
+        "profile",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Warm-start profile for load-time: a paged load may read its experts, no others.",
+    ),
+    click.option(
+        "--baseline",
+        type=click.Path(path_type=Path),
+        metavar="FILE.json",
+        help="Compare load times, as ratios to a plain read in the same run, with these.",
+    ),
+    click.option(
+        "--write-baseline",
+        type=click.Path(path_type=Path),
+        metavar="FILE.json",
+        help="Keep the ratios of load-time, if it passes, for --baseline.",
+    ),
+    click.option(
+        "--max-ratio",
+        type=click.FloatRange(min=0, min_open=True),
+        callback=_number,
+        metavar="X",
+        show_default="1.25 with --baseline, else not judged",
+        help="Fail where a load takes X times the baseline's, or of a plain read without one.",
+    ),
+    click.option(
+        "--timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        callback=_number,
+        metavar="S",
+        show_default="120",
+        help="Fail where a load takes longer than S seconds and a plain read does not.",
+    ),
+    click.option(
+        "--runs",
+        type=click.IntRange(min=1),
+        metavar="N",
+        show_default="7",
+        help="Loads of each kind that load-time compares.",
+    ),
 ]
 
 
@@ -93,8 +181,7 @@ def gate_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_gates(*args: Any, **kwargs: Any) -> Any:
-        chosen = {name: kwargs.pop(name) for name in ("names", "against")}
-        chosen |= {name: kwargs.pop(name) for name in (*OF_DIVERGENCE, *OF_FIDELITY)}
+        chosen = {name: kwargs.pop(name) for name in ("names", *OPTIONS)}
         return command(*args, gates=gates_of(**chosen), **kwargs)
 
     for option in reversed(_OPTIONS):
@@ -102,30 +189,38 @@ def gate_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_gates
 
 
-def gates_of(*, names: Sequence[str], against: Path | None, **options: Any) -> list[Gate]:
+def gates_of(*, names: Sequence[str], **options: Any) -> list[Gate]:
     """The gates that were asked for, in that order; ``UsageError`` for what does not fit them."""
-    given = [name for name, value in options.items() if value not in (None, ())]
-    for gate, owned in (("divergence", OF_DIVERGENCE), ("fidelity", OF_FIDELITY)):
-        idle = [name for name in owned if name in given]
-        if idle and gate not in names:
-            raise click.UsageError(f"{_word(idle[0])} belongs to --gate {gate}")
-    if against is None and names:
-        raise click.UsageError(f"--gate {names[0]} needs --against REF.hfq")
-    if against is not None and not names:
-        raise click.UsageError("--against belongs to --gate")
-    if "divergence" in names and not options["texts"]:
-        raise click.UsageError("--gate divergence needs --text FILE")
-    if against is None:
+    given = {name: value for name, value in options.items() if value not in (None, ())}
+    if given["fast"] is False:
+        del given["fast"]
+    for name in given:
+        owners = [gate for gate, owned in OWNED.items() if name in owned]
+        if not set(owners) & set(names):
+            raise click.UsageError(f"{_word(name)} belongs to --gate {' or '.join(owners)}")
+    for gate in names:
+        for name, words in NEEDED.items():
+            if name in OWNED[gate] and name not in given:
+                raise click.UsageError(f"--gate {gate} needs {words}")
+    if not names:
         return []
+    if "write_baseline" in given:
+        common.claim_report(given["write_baseline"], "--write-baseline", b"load-time baseline")
 
-    from ds4q.runtime.gates import Divergence, Fidelity
+    from ds4q.runtime.gates import Divergence, Fidelity, LoadTime, Neutrality
 
-    gates: dict[str, Gate] = {
-        "divergence": Divergence(against, **{name: options[name] for name in OF_DIVERGENCE}),
-        "fidelity": Fidelity(against, **{name: options[name] for name in OF_FIDELITY}),
+    kinds: dict[str, Callable[..., Gate]] = {
+        "divergence": Divergence,
+        "fidelity": Fidelity,
+        "neutrality": Neutrality,
+        "load-time": LoadTime,
     }
-    return [gates[name] for name in dict.fromkeys(names)]
+    renamed = {"timeout": "timeout_s"}
+    return [
+        kinds[gate](**{renamed.get(o, o): given[o] for o in OWNED[gate] if o in given})
+        for gate in dict.fromkeys(names)
+    ]
 
 
 def _word(name: str) -> str:
-    return "--text" if name == "texts" else f"--{name.replace('_', '-')}"
+    return WORDS.get(name, f"--{name.replace('_', '-')}")

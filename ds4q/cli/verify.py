@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     type=click.Choice(["cpu", "hip"]),
     default="cpu",
     show_default=True,
-    help="hip: also decode every weight on the device and compare the bits with the CPU's.",
+    help="hip: also decode every weight on the device and compare the bits with the CPU's; gates "
+    "neutrality and load-time run there.",
 )
 @gate_options
 @click.option(
@@ -82,6 +83,9 @@ def command(
 
     With --gate the model is run, too, and held against another artifact:
     ds4q verify mix.hfq --gate divergence --against flash.hfq --text book.txt
+
+    or against itself, with experts paged through a small cache:
+    ds4q verify mix.hfq --gate neutrality --gate load-time
 
     Exit status 0: every check passed; 1: at least one failed.
     """

@@ -6,6 +6,8 @@ report. It does not raise for what is wrong with an artifact.
 
 from ds4q.runtime.gates.divergence import Divergence
 from ds4q.runtime.gates.fidelity import Fidelity
+from ds4q.runtime.gates.load_time import LoadTime
+from ds4q.runtime.gates.neutrality import Neutrality
 from ds4q.runtime.gates.pair import Gate, Surroundings
 
-__all__ = ["Divergence", "Fidelity", "Gate", "Surroundings"]
+__all__ = ["Divergence", "Fidelity", "Gate", "LoadTime", "Neutrality", "Surroundings"]

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from ds4q.artifact.report import Check, Failure
 from ds4q.runtime.errors import GateError
+from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.gates.asking import Asker, ask_fresh_process
 from ds4q.runtime.gates.identifiers import SEED, identifiers
 from ds4q.runtime.gates.pair import Model, Surroundings, read_pair
@@ -31,8 +32,8 @@ LOSSLESS = "fp4"
 REPEATS = {
     "fresh-process": "a new Python process, which loads the artifact and asks for each in turn",
     "after-another": "one process; before each identifier the model copies another one",
-    "other-batches": "another number of threads, and prompts in batches of 7 tokens; it stands in "
-    "for the smallest paged cache while all experts are resident",
+    "smallest-cache": "experts paged through as many slots as one token needs; also another number "
+    "of threads, and prompts in batches of 7 tokens",
 }
 
 
@@ -60,7 +61,7 @@ class Fidelity:
         found = {
             "fresh-process": _fresh_process(model, chosen, where),
             "after-another": _after_another(model, chosen, where),
-            "other-batches": _other_batches(model, chosen, where),
+            "smallest-cache": _smallest_cache(model, chosen, where),
         }
         exact = {name: _equal(chosen, answers) for name, answers in found.items()}
         of = sum(len(answers) for answers in found.values())
@@ -155,12 +156,13 @@ def _after_another(model: Model, chosen: Sequence[str], where: Surroundings) -> 
     return answers
 
 
-def _other_batches(model: Model, chosen: Sequence[str], where: Surroundings) -> list[str]:
+def _smallest_cache(model: Model, chosen: Sequence[str], where: Surroundings) -> list[str]:
     threads = 1 if where.threads > 1 else 2
-    engine = model.load(where, threads=threads, batch_tokens=OTHER_BATCH_TOKENS)
-    asker = Asker(engine, path=model.path)
+    cache = CacheOptions(slots=model.config.num_experts_per_tok)
+    engine = model.load(where, threads=threads, batch_tokens=OTHER_BATCH_TOKENS, cache=cache)
     answers = []
-    with where.progress("other batches", len(chosen), unit="identifiers") as advance:
+    with engine, where.progress("smallest cache", len(chosen), unit="identifiers") as advance:
+        asker = Asker(engine, path=model.path)
         for identifier in chosen:
             answers.append(asker.ask(PROMPT.format(identifier)))
             advance(1)

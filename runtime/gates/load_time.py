@@ -15,7 +15,7 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,13 @@ import numpy.typing as npt
 from ds4q.artifact.hfq import Reader, pread_all
 from ds4q.artifact.report import Check, Failure
 from ds4q.runtime.errors import GateError
+from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.trace import artifact_identity
 from ds4q.runtime.gates import loading
 from ds4q.runtime.gates.loading import I64, Load
 from ds4q.runtime.gates.pagecache import drop
 from ds4q.runtime.gates.pair import Model, Surroundings
+from ds4q.runtime.source import Tensors
 
 RUNS = 7
 MAX_RATIO = 1.25
@@ -39,6 +41,7 @@ TIMEOUT_S = 120.0
 PAGED_RATIO = 1.2  # of a paged load to a plain read of what it reads
 SAME_RATIO = 1.05  # of a load with a cache that holds everything to one without a cache
 JUDGED_S = 1.0  # reading takes less: starting decides, which no ratio to a read can judge
+START_S = 60.0  # a process that is given no time to start would tell nothing
 LANES = 4
 PIECE_BYTES = 16 << 20
 PAGE_BYTES = 4096
@@ -183,7 +186,9 @@ class LoadTime:
 
     def _arms(self, model: Model) -> list[Arm]:
         config = model.config
-        everything = {"slots": config.n_routed_experts}
+        with Reader(model.path) as reader:
+            catalogue = Catalogue(config, Tensors(reader), path=model.path)
+        everything = {"budget": catalogue.slot_bytes * catalogue.experts}
         small: dict[str, Any] = {"slots": config.num_experts_per_tok}
         if self.cache is not None:
             small = {"budget": self.cache}
@@ -191,22 +196,25 @@ class LoadTime:
             small["profile"] = os.fspath(self.profile)
         return [Arm("off", None), Arm("all", everything), Arm("paged", small)]
 
-    def _measure(self, arms: Iterable[Arm], path: Path, where: Surroundings) -> bool:
-        """Load in turn, ``runs`` times; whether the file was never in the page cache."""
-        arms = list(arms)
-        cold = True
-        total = 2 * self.runs * len(arms)
-        with where.progress("load-time", total, unit="loads") as advance:
+    def _measure(self, arms: Sequence[Arm], path: Path, where: Surroundings) -> bool:
+        """Load in turn, ``runs`` times; whether the file was never in the page cache before."""
+        cold = drop(path)
+        whole = np.array([[0, path.stat().st_size, 0]], np.int64)
+        limit_s = START_S + max(2 * self.timeout_s, 10 * plain_read(path, whole))
+        with where.progress("load-time", self.runs * len(arms), unit="loads") as advance:
             for _ in range(self.runs):
                 for arm in arms:
                     cold &= drop(path)
                     load = loading.measure(
-                        path, threads=where.threads, device=where.device, cache=arm.cache
+                        path,
+                        threads=where.threads,
+                        device=where.device,
+                        cache=arm.cache,
+                        limit_s=limit_s,
                     )
                     arm.loads.append(load)
-                    advance(1)
                     cold &= drop(path)
-                    arm.plain_s.append(plain_read(path, arm.reads))
+                    arm.plain_s.append(plain_read(path, load.reads))
                     advance(1)
         return cold
 

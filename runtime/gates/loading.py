@@ -33,7 +33,7 @@ class Load(NamedTuple):
 
     Attributes
     ----------
-    seconds : until the model was loaded
+    seconds, cpu_s : until the model was loaded, and of the processor meanwhile
     first_token_s : until one more token had gone through it
     reads : [N, 3] offset, bytes and whether past the page cache, of each read of the load
     later : the same, of the first token
@@ -41,6 +41,7 @@ class Load(NamedTuple):
     """
 
     seconds: float
+    cpu_s: float
     first_token_s: float
     reads: I64
     later: I64
@@ -136,7 +137,8 @@ def measure(
         )
     found = json.loads(done.stdout)
     reads, later = (np.array(found[name], np.int64).reshape(-1, 3) for name in ("reads", "later"))
-    return Load(found["seconds"], found["first_token_s"], reads, later, found["paged"])
+    seconds, cpu_s, first_token_s = (found[n] for n in ("seconds", "cpu_s", "first_token_s"))
+    return Load(seconds, cpu_s, first_token_s, reads, later, found["paged"])
 
 
 def main() -> None:
@@ -157,9 +159,9 @@ def main() -> None:
     reads = Reads(path)
     reads.watch()
     try:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         engine = load(path, **options)
-        loaded = time.perf_counter()
+        loaded, used = time.perf_counter(), time.process_time()
         of_load = reads.take()
         engine.forward(engine.new_state(), [TOKEN])
         first = time.perf_counter()
@@ -168,8 +170,8 @@ def main() -> None:
             engine.close()
     except (Ds4qError, OSError, MemoryError) as error:
         sys.exit(str(error))
-    found = {"seconds": loaded - start, "first_token_s": first - start, "paged": paged}
-    print(json.dumps(found | {"reads": of_load, "later": reads.take()}))
+    times = {"seconds": loaded - start, "cpu_s": used - cpu, "first_token_s": first - start}
+    print(json.dumps(times | {"paged": paged, "reads": of_load, "later": reads.take()}))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader
@@ -17,7 +17,12 @@ from ds4q.artifact.report import Check
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.engine import BATCH_TOKENS, Engine, checked_config
 from ds4q.runtime.errors import GateError
+from ds4q.runtime.experts.options import CacheOptions
+from ds4q.runtime.source import Progress
 from ds4q.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ds4q.runtime.device.engine import HipEngine
 
 Advance = Callable[[int], None]
 
@@ -36,11 +41,13 @@ class Surroundings:
     threads : most threads that a model uses
     progress : called with a label, a total and ``unit=``; yields a function that hears of progress
     tell : called with lines for people, such as how much disk the gate is about to take
+    device : where a model runs that is compared with itself; other gates run on the CPU
     """
 
     threads: int = 1
     progress: Callable[..., AbstractContextManager[Advance]] = _silent
     tell: Callable[[str], None] = lambda line: None
+    device: Literal["cpu", "hip"] = "cpu"
 
 
 class Gate(Protocol):
@@ -82,12 +89,47 @@ class Model:
             )
 
     def load(
-        self, where: Surroundings, *, threads: int = 0, batch_tokens: int = BATCH_TOKENS
+        self,
+        where: Surroundings,
+        *,
+        threads: int = 0,
+        batch_tokens: int = BATCH_TOKENS,
+        cache: CacheOptions | None = None,
     ) -> Engine:
         """The model in memory; ``threads`` 0 takes those of ``where``.
 
         Whatever model was loaded before is gone by then, if nothing holds it any more.
         """
+        with self._loading(where) as report:
+            return Engine.load(
+                self.path,
+                threads=threads or where.threads,
+                batch_tokens=batch_tokens,
+                progress=report,
+                cache=cache,
+            )
+
+    @contextmanager
+    def running(
+        self, where: Surroundings, cache: CacheOptions | None, layers: int | None
+    ) -> Iterator[Engine | HipEngine]:
+        """The model on the device of ``where``, closed afterwards; None takes all of its layers."""
+        with ExitStack() as stack:
+            with self._loading(where) as report:
+                options: dict[str, Any] = {"cache": cache, "layers": layers, "progress": report}
+                engine: Engine | HipEngine
+                if where.device == "hip":
+                    from ds4q.runtime.device.engine import HipEngine  # for this alone
+
+                    engine = HipEngine.load(self.path, **options)
+                else:
+                    engine = Engine.load(self.path, threads=where.threads, **options)
+                stack.enter_context(engine)
+            yield engine
+
+    @contextmanager
+    def _loading(self, where: Surroundings) -> Iterator[Progress]:
+        """Shows the progress of a load."""
         gc.collect()
         with where.progress(f"loading {self.path.name}", self.path.stat().st_size) as advance:
             known = 0
@@ -97,12 +139,7 @@ class Model:
                 advance(done - known)
                 known = done
 
-            return Engine.load(
-                self.path,
-                threads=threads or where.threads,
-                batch_tokens=batch_tokens,
-                progress=report,
-            )
+            yield report
 
 
 def read_pair(path: str | os.PathLike[str], against: str | os.PathLike[str]) -> tuple[Model, Model]:

@@ -96,7 +96,7 @@ def test_misses_are_listed_as_failures(
     monkeypatch.setattr(fidelity, "_choose", lambda *_: (names, 25))
     for repeat, answers in (("fresh_process", spoilt), ("after_another", names)):
         monkeypatch.setattr(fidelity, f"_{repeat}", lambda *_, answers=answers: answers)
-    monkeypatch.setattr(fidelity, "_other_batches", lambda *_: names)
+    monkeypatch.setattr(fidelity, "_smallest_cache", lambda *_: names)
     words = [tiny_artifact, "--gate", "fidelity", "--against", tiny_artifact, "--json"]
     result = verify(*words)
     assert result.exit_code == 1
@@ -106,6 +106,34 @@ def test_misses_are_listed_as_failures(
     assert found == [("60 of 60", "57"), *zip(names[:3], spoilt[:3], strict=True)]
     assert verify(*words, "--min-exact", "57").exit_code == 0
     assert verify(*words, "--min-exact", "58").exit_code == 1
+
+
+def test_neutrality_is_a_check_of_the_report(random_artifact: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"ids": [5, 6, 7]}\n', encoding="utf-8")
+    words = [random_artifact, "--gate", "neutrality", "--tokens", "6", "--prompts", prompts]
+    result = verify(*words, "--cache-policy", "lru", "--cache-policy", "lfu", "--fast", "--json")
+    assert result.exit_code == 0, result.output
+    assert "1 prompts, 6 new tokens an arm" in result.stderr
+    figures = checks_of(result)["neutrality"]["figures"]
+    assert (figures["equal"], figures["of"], figures["layers"]) == (18, 18, 3)
+    assert list(figures["arms"]) == ["fits", "thrashes (lru)", "thrashes (lfu)"]
+    assert figures["notes"] == ["fast: only layers 0 to 2 ran"]
+    result = verify(*words, "--cache", "1GB")
+    assert result.exit_code == 1
+    assert "neutrality: not exercised: thrashes paged nothing" in result.stderr
+
+
+def test_load_time_is_a_check_of_the_report(random_artifact: Path, tmp_path: Path) -> None:
+    baseline = tmp_path / "b.json"
+    words = [random_artifact, "--gate", "load-time", "--runs", "1"]
+    result = verify(*words, "--write-baseline", baseline, "--json")
+    assert result.exit_code == 0, result.output
+    figures = checks_of(result)["load-time"]["figures"]
+    assert (figures["bytes"], figures["runs"]) == (random_artifact.stat().st_size, 1)
+    assert figures["ratio"] > 0 < figures["seconds"]
+    kept = json.loads(baseline.read_bytes())["arms"]["off"]
+    assert (kept["ratio"], kept["bytes"]) == (figures["ratio"], figures["bytes"])
 
 
 # ---------------------------------------------------------------- faults
@@ -189,10 +217,12 @@ def test_gates_do_not_run_on_an_unsound_structure(tiny_artifact: Path, tmp_path:
         (["--gate", "divergence", "--text", "t"], "needs --against"),
         (["--gate", "fidelity"], "needs --against"),
         (["--gate", "divergence", "--against", "r"], "needs --text"),
-        (["--against", "r"], "--against belongs to --gate"),
+        (["--against", "r"], "--against belongs to --gate divergence or fidelity"),
+        (["--gate", "neutrality", "--against", "r"], "--against belongs to --gate divergence or"),
         (["--text", "t"], "--text belongs to --gate divergence"),
         (["--gate", "fidelity", "--against", "r", "--text", "t"], "--text belongs to"),
         (["--gate", "fidelity", "--against", "r", "--tokens", "5"], "--tokens belongs to"),
+        (["--tokens", "5"], "--tokens belongs to --gate divergence or neutrality"),
         (["--gate", "fidelity", "--against", "r", "--max-kl", "0"], "--max-kl belongs to"),
         (["--window", "64"], "--window belongs to --gate divergence"),
         (["--min-exact", "0"], "--min-exact belongs to --gate fidelity"),
@@ -202,8 +232,25 @@ def test_gates_do_not_run_on_an_unsound_structure(tiny_artifact: Path, tmp_path:
         (["--gate", "divergence", "--min-top1", "1.5"], "--min-top1"),
         (["--gate", "divergence", "--tokens", "0"], "--tokens"),
         (["--gate", "divergence", "--window", "1"], "--window"),
-        (["--gate", "neutrality"], "'neutrality' is not one of 'divergence', 'fidelity'"),
-        (["--gate", "load-time"], "'load-time' is not one of"),
+        (["--gate", "neutral"], "'neutral' is not one of 'divergence', 'fidelity', 'neutrality', "),
+        (["--gate", "neutrality", "--cache", "much"], "--cache"),
+        (["--gate", "neutrality", "--cache-policy", "fifo"], "--cache-policy"),
+        (["--gate", "load-time", "--fast"], "--fast belongs to --gate neutrality"),
+        (["--cache", "1GB"], "--cache belongs to --gate neutrality or load-time"),
+        (["--cache-policy", "lru"], "--cache-policy belongs to --gate neutrality"),
+        (["--prefetch", "a"], "--prefetch belongs to --gate neutrality"),
+        (["--prompts", "p"], "--prompts belongs to --gate neutrality"),
+        (["--gate", "neutrality", "--baseline", "b"], "--baseline belongs to --gate load-time"),
+        (
+            ["--gate", "neutrality", "--cache-profile", "b"],
+            "--cache-profile belongs to --gate load",
+        ),
+        (["--write-baseline", "b"], "--write-baseline belongs to --gate load-time"),
+        (["--gate", "load-time", "--max-ratio", "nan"], "nan is not a number"),
+        (["--gate", "load-time", "--max-ratio", "0"], "--max-ratio"),
+        (["--gate", "load-time", "--timeout", "0"], "--timeout"),
+        (["--gate", "load-time", "--runs", "0"], "--runs"),
+        (["--gate", "load-time", "--write-baseline", "no/b.json"], "there is no folder 'no'"),
     ],
 )
 def test_wrong_usage_is_2(words: list[str], says: str, tiny_artifact: Path) -> None:

@@ -19,6 +19,7 @@ from ds4q.artifact.hfq import HEADER_BYTES, Reader
 from ds4q.artifact.metadata import seal
 from ds4q.artifact.tables import Table, mix_index_sha256, table_name
 from ds4q.runtime.engine import Engine
+from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.gates import Fidelity, fidelity, pair
 from ds4q.runtime.gates.asking import Asker
 from ds4q.runtime.gates.identifiers import identifiers
@@ -30,13 +31,13 @@ SEED = 20260805
 def test_the_lossless_artifact_copies_all_in_three_ways(
     lossless: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads: list[tuple[int, int]] = []
+    loads: list[tuple[int, int, Any]] = []
     asked: list[str] = []
     told: list[str] = []
     load, ask = Engine.load, Asker.ask
 
     def note_load(path: Any, **options: Any) -> Engine:
-        loads.append((options["threads"], options["batch_tokens"]))
+        loads.append((options["threads"], options["batch_tokens"], options["cache"]))
         return load(path, **options)
 
     def note_ask(self: Asker, question: str) -> str:
@@ -49,7 +50,7 @@ def test_the_lossless_artifact_copies_all_in_three_ways(
     assert check.ok
     figures = check.figures
     assert (figures["exact"], figures["of"]) == (60, 60)
-    assert figures["repeats"] == {"fresh-process": 20, "after-another": 20, "other-batches": 20}
+    assert figures["repeats"] == {"fresh-process": 20, "after-another": 20, "smallest-cache": 20}
     assert (figures["prompt"], figures["seed"]) == ("Repeat exactly: X", SEED)
     assert figures["top_k"] == 4
     # ds4-tiny misses one of the first 21 by itself, in exact arithmetic too.
@@ -57,12 +58,12 @@ def test_the_lossless_artifact_copies_all_in_three_ways(
     assert [note.partition(" ")[0] for note in check.notes] == list(figures["repeats"])
     assert told == ["fidelity: asking a fresh process for 20 identifiers"]
     # The reference, then two loads here; the fresh process loads and asks elsewhere.
-    assert loads == [(2, 256), (2, 256), (1, 7)]
-    after_another, other_batches = asked[21:61], asked[61:]
-    assert len(other_batches) == 20
-    assert after_another[1::2] == other_batches
-    assert all(a != b for a, b in zip(after_another[::2], other_batches, strict=True))
-    assert sorted(after_another[::2]) == sorted(other_batches)
+    assert loads == [(2, 256, None), (2, 256, None), (1, 7, CacheOptions(slots=4))]
+    after_another, smallest_cache = asked[21:61], asked[61:]
+    assert len(smallest_cache) == 20
+    assert after_another[1::2] == smallest_cache
+    assert all(a != b for a, b in zip(after_another[::2], smallest_cache, strict=True))
+    assert sorted(after_another[::2]) == sorted(smallest_cache)
 
 
 def test_only_what_the_reference_copies_is_asked(lossless: Path) -> None:
@@ -89,7 +90,7 @@ def test_fewer_pass_only_on_demand(
     monkeypatch.setattr(fidelity, "_choose", lambda *_: (chosen, 20))
     monkeypatch.setattr(fidelity, "_fresh_process", lambda *_: chosen)
     monkeypatch.setattr(fidelity, "_after_another", lambda *_: leaked)
-    monkeypatch.setattr(fidelity, "_other_batches", lambda *_: chosen)
+    monkeypatch.setattr(fidelity, "_smallest_cache", lambda *_: chosen)
     check = measure(Fidelity(lossless, min_exact=least), lossless)
     assert check.ok is ok
     assert check.figures["exact"] == 58

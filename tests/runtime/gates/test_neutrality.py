@@ -1,0 +1,274 @@
+"""The neutrality gate: what it asks of each arm, what is a difference, and what proves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ds4q.runtime.errors import ExpertReadError
+from ds4q.runtime.experts.options import CacheOptions
+from ds4q.runtime.gates import Neutrality
+from ds4q.runtime.gates.pair import Model, Surroundings
+from tests.runtime.gates.tiny import Measure
+
+VOCAB, LAYERS, EXPERTS = 512, 4, 16
+LENGTHS = [1, 7, 63, 64, 65, 300]
+Logits = npt.NDArray[np.float32]
+Spoil = Callable[["Fake", Logits, npt.NDArray[np.int64], int], Logits]
+
+
+@dataclass
+class Sequence:
+    """Ids fed so far, and a running number made of them."""
+
+    position: int = 0
+    past: int = 0
+
+
+@dataclass
+class Fake:
+    """An engine whose logits follow from all ids that it was fed; ``spoil`` changes them."""
+
+    cache: CacheOptions | None
+    spoil: Spoil
+    touched: int = 9
+    layers: int = LAYERS
+    fewer: int = 0  # slots than it was asked for
+    fed: list[list[int]] = field(default_factory=list)
+
+    def new_state(self) -> Sequence:
+        return Sequence()
+
+    def forward(
+        self, state: Sequence, ids: npt.NDArray[np.int64], logits: str, *, trace: Any
+    ) -> Logits:
+        assert logits == "all"
+        self.fed.append(list(map(int, ids)))
+        rows = []
+        for token in ids:
+            state.past = (state.past * 31 + int(token) + 1) % 99991
+            rows.append(np.random.default_rng(state.past).standard_normal(VOCAB, np.float32))
+        out = self.spoil(self, np.array(rows), ids, state.position)
+        if trace is not None:
+            for layer in range(self.layers):
+                trace(f"l{layer}.route_idx", np.arange(len(ids)) * 7 % self.touched)
+                # As if a wrong expert had been multiplied in layer 2, and was heard after it.
+                wrong = (out != rows).any() and layer >= 2
+                trace(f"l{layer}.routed_out", np.array(rows) + np.float32(wrong))
+        state.position += len(ids)
+        return out
+
+    def cache_counters(self) -> dict[str, Any] | None:
+        if self.cache is None:
+            return None
+        slots = (self.cache.slots or 5) - self.fewer
+        many = {"evictions": 3 if slots < self.touched else 0, "misses": 2, "hits": 1}
+        return {"prefill": many, "decode": many, "slots": slots}
+
+
+def honest(engine: Fake, logits: Logits, ids: npt.NDArray[np.int64], position: int) -> Logits:
+    """No change."""
+    return logits
+
+
+@dataclass
+class Bench:
+    """Runs the gate on fakes; ``engines`` in the order in which they were loaded."""
+
+    measure: Callable[..., Any]
+    path: Path
+    patch: pytest.MonkeyPatch
+    touched: int = 9
+    fewer: int = 0
+    engines: list[Fake] = field(default_factory=list)
+
+    def run(self, gate: Neutrality, spoil: Spoil = honest, **where: Any) -> Any:
+        @contextlib.contextmanager
+        def running(
+            model: Model, where: Surroundings, cache: CacheOptions | None, layers: int | None
+        ) -> Iterator[Fake]:
+            engine = Fake(cache, spoil, self.touched, layers or LAYERS, self.fewer)
+            self.engines.append(engine)
+            yield engine
+
+        self.patch.setattr(Model, "running", running)
+        return self.measure(gate, self.path, **where)
+
+
+@pytest.fixture
+def bench(lossless: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(measure, lossless, monkeypatch)
+
+
+# ---------------------------------------------------------------- equal arms
+
+
+def test_three_arms_continue_each_prompt_by_their_own_tokens(bench: Bench) -> None:
+    check = bench.run(Neutrality(tokens=5))
+    assert check.ok, check.lines()
+    assert [engine.cache for engine in bench.engines] == [
+        None,
+        CacheOptions(slots=9),
+        CacheOptions(slots=4),
+    ]
+    first = bench.engines[0].fed
+    assert [len(ids) for ids in first if len(ids) > 1] == LENGTHS[1:]
+    assert len(first) == 6 * 5
+    assert all(engine.fed == first for engine in bench.engines)
+    figures = check.figures
+    assert figures["prompt_tokens"] == LENGTHS
+    assert (figures["tokens"], figures["equal"], figures["of"]) == (30, 60, 60)
+    assert (figures["layers"], figures["fast"], figures["device"]) == (4, False, "cpu")
+    assert figures["arms"]["thrashes"] == {
+        "tokens": 30,
+        "equal": 30,
+        "logits": True,
+        "slots": 4,
+        "evictions": 6,
+        "misses": 4,
+        "hits": 2,
+    }
+    assert figures["arms"]["fits"]["evictions"] == 0
+
+
+def test_policies_prefetch_size_and_layers_reach_the_arms(bench: Bench, tmp_path: Path) -> None:
+    adapter = tmp_path / "a"
+    gate = Neutrality(tokens=1, cache=77, fast=True, policies=("lru", "slru"), adapter=adapter)
+    check = bench.run(gate)
+    assert [engine.cache for engine in bench.engines] == [
+        None,
+        CacheOptions(slots=9),
+        CacheOptions(budget=77, policy="lru"),
+        CacheOptions(budget=77, policy="slru"),
+        CacheOptions(slots=9, adapter=adapter),
+        CacheOptions(budget=77, adapter=adapter),
+    ]
+    assert list(check.figures["arms"]) == [
+        *("fits", "thrashes (lru)", "thrashes (slru)", "fits, prefetch", "thrashes, prefetch")
+    ]
+    assert {engine.layers for engine in bench.engines} == {3}
+    assert (check.figures["layers"], check.figures["fast"]) == (3, True)
+    assert "fast: only layers 0 to 2 ran" in check.notes
+
+
+def test_on_a_device_nothing_is_traced_and_all_experts_fit(bench: Bench) -> None:
+    check = bench.run(Neutrality(tokens=1), device="hip")
+    assert check.ok
+    assert bench.engines[1].cache == CacheOptions(slots=EXPERTS)
+
+
+def test_prompts_of_a_file_take_the_place_of_the_built_in_ones(
+    bench: Bench, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"ids": [3, 4, 5]}\n{"ids": [6]}\n', encoding="utf-8")
+    check = bench.run(Neutrality(prompts=path, tokens=2))
+    assert check.figures["prompt_tokens"] == [3, 1]
+    assert [ids for ids in bench.engines[2].fed if len(ids) > 1] == [[3, 4, 5]]
+
+
+# ---------------------------------------------------------------- differences
+
+
+def thrashing(engine: Fake) -> bool:
+    return engine.cache is not None and engine.cache.slots == 4
+
+
+def test_another_token_is_named_with_arm_prompt_place_and_layer(bench: Bench) -> None:
+    wrong: list[tuple[int, int]] = []
+
+    def spoil(engine: Fake, logits: Logits, ids: npt.NDArray[np.int64], position: int) -> Logits:
+        if not thrashing(engine) or position != 65:
+            return logits
+        changed = logits.copy()
+        changed[-1, 17] = 100
+        wrong.append((int(logits[-1].argmax()), 17))
+        return changed
+
+    check = bench.run(Neutrality(tokens=4), spoil)
+    ids = [failure for failure in check.failures if "another token" in failure.message]
+    assert check.failures[:3] == ids, "ids first"
+    assert [(failure.expected, failure.found) for failure in ids] == wrong
+    said = "token 66: another token than with all experts in memory"
+    prompts = zip((2, 3, 4), LENGTHS[2:], strict=False)
+    assert [failure.message for failure in ids] == [
+        f"thrashes, prompt {number} of {length} tokens, {said}" for number, length in prompts
+    ]
+    assert [failure.message for failure in check.failures[3:]] == [
+        failure.message.replace("token 66", "token 65").replace(
+            "another token than with all experts in memory", "other bits in logit 17"
+        )
+        for failure in ids
+    ]
+    assert {failure.layer for failure in check.failures} == {2}
+    arms = check.figures["arms"]
+    # A prompt ends with its first other token.
+    assert (arms["thrashes"]["tokens"], arms["thrashes"]["equal"]) == (24 - 0 - 1 - 2, 24 - 6)
+    assert (arms["fits"]["tokens"], arms["fits"]["equal"]) == (24, 24)
+
+
+def test_one_bit_of_a_logit_is_a_difference_though_tokens_are_equal(bench: Bench) -> None:
+    def spoil(engine: Fake, logits: Logits, ids: npt.NDArray[np.int64], position: int) -> Logits:
+        if not thrashing(engine) or len(ids) != 7:
+            return logits
+        changed = logits.copy()
+        changed.view(np.uint32)[2, 40] ^= 1
+        return changed
+
+    check = bench.run(Neutrality(tokens=3), spoil)
+    (failure,) = check.failures
+    assert failure.message == "thrashes, prompt 1 of 7 tokens, token 2: other bits in logit 40"
+    assert failure.layer == 2
+    assert failure.expected != failure.found
+    arm = check.figures["arms"]["thrashes"]
+    assert (arm["equal"], arm["tokens"], arm["logits"]) == (18, 18, False)
+
+
+def test_minus_zero_is_not_zero(bench: Bench) -> None:
+    def spoil(engine: Fake, logits: Logits, ids: npt.NDArray[np.int64], position: int) -> Logits:
+        logits[0, 9] = -0.0 if thrashing(engine) else 0.0
+        return logits
+
+    assert len(bench.run(Neutrality(tokens=1), spoil).failures) == 6
+
+
+# ---------------------------------------------------------------- nothing proven
+
+
+def test_a_cache_that_evicts_nothing_where_it_should_is_red(bench: Bench) -> None:
+    bench.touched = 4
+    (failure,) = bench.run(Neutrality(tokens=1)).failures
+    assert failure.message.startswith("not exercised: thrashes evicted nothing; give it less")
+
+
+def test_a_cache_that_evicts_where_it_should_hold_everything_is_red(bench: Bench) -> None:
+    bench.fewer = 1
+    (failure,) = bench.run(Neutrality(tokens=1)).failures
+    assert failure.message.startswith("not exercised: fits evicted")
+    assert failure.found == 6
+
+
+def test_a_cache_that_pages_nothing_is_red(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fake, "cache_counters", lambda self: None)
+    messages = [failure.message for failure in bench.run(Neutrality(tokens=1)).failures]
+    assert messages == [
+        f"not exercised: {arm} paged nothing; all experts were in memory"
+        for arm in ("fits", "thrashes")
+    ]
+
+
+def test_an_error_of_an_arm_is_the_failure_of_the_check(bench: Bench) -> None:
+    def spoil(engine: Fake, logits: Logits, ids: npt.NDArray[np.int64], position: int) -> Logits:
+        if thrashing(engine) and position > 64:
+            raise ExpertReadError("the disk is gone", tensor="layers.1.ffn.experts.3")
+        return logits
+
+    (failure,) = bench.run(Neutrality(tokens=3), spoil).failures
+    assert failure.line().startswith("layers.1.ffn.experts.3: the disk is gone")
