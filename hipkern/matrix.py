@@ -116,14 +116,21 @@ def pack_matrix(
 
 
 def pack_job(
-    matrix: bytes, x: int, y: int, x_stride: int, y_stride: int, first_block: int
+    matrix: bytes,
+    x: int,
+    y: int,
+    x_stride: int,
+    y_stride: int,
+    first_block: int,
+    block_rows: int = 0,
 ) -> bytes:
     """``ds4q_job``: ``y[t * y_stride + row] = row . x[t * x_stride ...]``; strides in floats.
 
-    ``first_block`` is the sum of ``linear_blocks`` over the jobs before.
+    ``first_block`` is the sum of blocks over the jobs before, ``block_rows`` the rows of a block, a
+    multiple of ``GROUPS``; 0 takes ``linear_rows``.
     """
     decoder, rows, cols = struct.unpack_from("<2Q6i", matrix)[2:5]
-    block_rows = linear_rows(decoder, rows, cols)
+    block_rows = block_rows or linear_rows(decoder, rows, cols)
     return matrix + struct.pack("<2Q4i", x, y, x_stride, y_stride, first_block, block_rows)
 
 

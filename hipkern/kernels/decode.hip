@@ -54,9 +54,10 @@ DS4Q_KERNEL(decode_f32, DECODE_THREADS,
             (const ds4q_u8* data, const ds4q_books* books, float* out, int rows, int cols,
              int row_bytes)) {
   decode_place at = decode_place_of(data, rows, cols, row_bytes);
+  ds4q_tables tables = ds4q_format<DS4Q_DECODER>::tables(books);
   if (!at.inside) return;
   float value[DS4Q_BLOCK];
-  decode_block(at.row, at.block, ds4q_format<DS4Q_DECODER>::tables(books), value);
+  decode_block(at.row, at.block, tables, value);
   DS4Q_UNROLL
   for (int i = 0; i < DS4Q_BLOCK; i++) out[at.first + i] = value[i];
 }
@@ -65,9 +66,10 @@ DS4Q_KERNEL(decode_f16, DECODE_THREADS,
             (const ds4q_u8* data, const ds4q_books* books, ds4q_u16* out, int rows, int cols,
              int row_bytes)) {
   decode_place at = decode_place_of(data, rows, cols, row_bytes);
+  ds4q_tables tables = ds4q_format<DS4Q_DECODER>::tables(books);
   if (!at.inside) return;
   float value[DS4Q_BLOCK];
-  decode_block(at.row, at.block, ds4q_format<DS4Q_DECODER>::tables(books), value);
+  decode_block(at.row, at.block, tables, value);
   DS4Q_UNROLL
   for (int i = 0; i < DS4Q_BLOCK; i++) out[at.first + i] = ds4q_to_half(value[i]);
 }
@@ -75,10 +77,11 @@ DS4Q_KERNEL(decode_f16, DECODE_THREADS,
 DS4Q_KERNEL(embed, DECODE_THREADS,
             (const ds4q_matrix* m, const int* ids, float* streams, int n_streams)) {
   int block = (int)(ds4q_block_x() * DECODE_THREADS + ds4q_thread()), token = (int)ds4q_block_y();
+  ds4q_tables tables = ds4q_format<DS4Q_DECODER>::tables(m->books);
   if (block >= m->cols / DS4Q_BLOCK) return;
   float value[DS4Q_BLOCK];
   decode_block(m->data + (ds4q_u64)ids[token] * (ds4q_u64)m->row_bytes, block,
-               ds4q_format<DS4Q_DECODER>::tables(m->books), value);
+               tables, value);
   for (int s = 0; s < n_streams; s++) {
     float* to = streams + ((ds4q_u64)token * n_streams + s) * m->cols + (ds4q_u64)block * DS4Q_BLOCK;
     DS4Q_UNROLL

@@ -28,8 +28,8 @@ struct alignas(16) ds4q_four {
 // in which lanes arrive cannot show.
 // ds4q_near4 reads what nothing writes while the kernel runs and others read soon; ds4q_stream16,
 // what is read once.
-// ds4q_now has a value computed where it stands: a compiler that moved that to where the value is
-// used would keep all that it is computed from.
+// ds4q_now has a value computed where it stands: LLVM for amdgcn would move that to where the value
+// is used, and keep all that it is computed from.
 // DS4Q_KERNEL(name, threads, arguments) declares a kernel; DS4Q_KERNEL_OF(resident, ..) one of which
 // a multiprocessor should have room for `resident` blocks.
 
@@ -155,7 +155,7 @@ inline ds4q_piece ds4q_stream16(const void* from) { return *(const ds4q_piece*)f
 inline float ds4q_now(float x) { return x; }
 inline ds4q_four ds4q_near4(const float* from) { return *(const ds4q_four*)from; }
 // A constant that is worth a register: a compiler would make it anew for each use. By whole groups.
-inline ds4q_u32 ds4q_keep(ds4q_u32 x) { return x; }
+inline ds4q_u32 ds4q_keep(ds4q_u32 x) { return ds4q_sim.shuffle(x, 0); }
 // Byte i of the result is byte (selector >> 4 i) & 15 < 8 of the eight bytes of low, then high. The
 // upper half of the selector is not looked at.
 inline ds4q_u32 ds4q_bytes(ds4q_u32 low, ds4q_u32 high, ds4q_u32 selector) {

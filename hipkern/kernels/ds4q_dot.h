@@ -19,7 +19,6 @@
 #define DS4Q_PART (DS4Q_TILE * DS4Q_LANES)  // columns that a group takes at once
 #define DS4Q_TOKENS 8                       // rows of activations that share reading the weights
 
-
 template <int DECODER>
 inline constexpr bool ds4q_is_wide = DECODER == 1 || DECODER == 2 || DECODER == 16;
 

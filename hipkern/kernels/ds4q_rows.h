@@ -39,6 +39,7 @@ struct ds4q_window {
   // Two windows at once share what is read of x.
   static constexpr int STREAMS = 2 * BYTES <= DS4Q_STAGE_BYTES ? 2 : 1;
   static_assert(BYTES * STREAMS <= DS4Q_STAGE_BYTES && BYTES % 16 == 0, "");
+  static_assert(STREAMS == 2 || !format::BOOKS, "odd windows need tables of their own");
 };
 
 struct ds4q_shape {
@@ -194,7 +195,7 @@ DS4Q_FN void ds4q_wide_totals(const ds4q_u8* const* rows, int cols, const float*
         DS4Q_UNROLL
         for (int i = 0; i < 4 * PIECES; i++) words[i] = held[a][r][i / 4].words[i % 4];
         float level[8];
-        format::eight(words, nullptr, ds4q_fixed_tables(0, 0), 0, level);
+        format::eight(words, nullptr, ds4q_tables{}, 0, level);
         DS4Q_UNROLL
         for (int i = 0; i < 8; i++) totals[r] = ds4q_fma(level[i], near[i / 4].x[i % 4], totals[r]);
       }

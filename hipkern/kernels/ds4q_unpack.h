@@ -148,7 +148,7 @@ struct ds4q_plain {  // what most formats have
   static constexpr int HEADER = 0, CODES = 0;
   static constexpr bool HALVES = false, BOOKS = false, SIGNED_ZERO = true, SPLIT = false;
   static DS4Q_FN float factor(ds4q_u32 head) { return 1.0f; }
-  static DS4Q_FN ds4q_tables tables(const ds4q_books* books) { return ds4q_fixed_tables(0, 0); }
+  static DS4Q_FN ds4q_tables tables(const ds4q_books* books) { return ds4q_tables{}; }
 };
 template <int BITS, int SCALE_BYTES>
 struct ds4q_rocmfpx : ds4q_plain {  // codes, then scale bytes

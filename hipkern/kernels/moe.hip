@@ -1,5 +1,5 @@
-// Owns a layer's experts: gate, up and SwiGLU of the chosen ones and of the shared one, and the
-// weighted sum of their downs. Not: who is chosen (route.hip).
+// Owns a layer's experts: gate, up and SwiGLU of the chosen ones and of the shared one, and their
+// weighted downs. Not: who is chosen (route.hip), and the sum over a token's experts (hyper.hip).
 //
 // Built for the decoders of the routed experts' gate and up (DS4Q_GATE), of their down (DS4Q_DOWN)
 // and of the shared expert's three (DS4Q_SHARED_EXPERT); 0: each matrix says its own, with the same
@@ -16,7 +16,7 @@
 //   times their weights, the shared expert's times 1; zeros where there is no expert.
 //   hyper.hip sums them.
 //
-// Measured on an NVIDIA H200 (device copy 4.27 TB/s), top-6 of 256 experts, d 4096, width 2048, no
+// Measured on an NVIDIA H200 (device copy 4.28 TB/s), top-6 of 256 experts, d 4096, width 2048, no
 // shared expert, graph replays over all experts: gate and up 26.9 us in HFP4G32 (47 % of the copy),
 // 31.1 us in 104 (33 %), 26.9 us in 106 (27 %); down 15.6, 17.7 and 15.1 us (41, 29 and 24 %). What
 // they issue bounds them, not what they move. Nothing here has run on AMD hardware.
@@ -162,7 +162,7 @@ DS4Q_KERNEL_OF(MOE_RESIDENT, moe_gate_up, DS4Q_THREADS,
   }
 }
 
-// Sums of `rows` downs from row `first` on, weighted, to out.
+// `rows` rows of a down from row `first` on, times the weight, to out.
 template <int DECODER>
 DS4Q_FN void moe_downs(const ds4q_matrix& down, int first, int rows, const float* x, float weight,
                        float* out, ds4q_u8* shared) {

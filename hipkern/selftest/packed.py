@@ -35,7 +35,8 @@ from ds4q.hipkern.selftest.inputs import U8, Inputs
 from ds4q.hipkern.selftest.rig import Case, Rig
 
 ANY = 0  # a build that looks each matrix's decoder up
-STREAMED = (48, 1024), (24, 2048), (12, 8192)  # shapes that blocks stream
+# Shapes that blocks stream, and rows of a block: two steps of a group at least, and rows left over.
+STREAMED = (100, 1024, 96), (50, 2048, 48), (26, 8192, 24)
 LONG = 133  # blocks of a row: a group of lanes comes round, and ends within a lane's tile
 
 
@@ -156,13 +157,13 @@ def _linear(form: Format, tokens: int) -> Case:
 
     def body(rig: Rig) -> None:
         blocks, jobs = 0, b""
-        shapes = (13, _cols(form, 37)), (9, _cols(form, 3)), (2, _cols(form, LONG))
-        for rows, cols in shapes if tokens > 1 else (*shapes, *STREAMED):
+        shapes = (13, _cols(form, 37), 0), (9, _cols(form, 3), 0), (2, _cols(form, LONG), 0)
+        for rows, cols, share in shapes if tokens > 1 else (*shapes, *STREAMED):
             x = rig.put(rig.inputs.values(tokens, cols + 32))
             y = rig.output(4 * tokens * (rows + 3))
             described = _matrix(rig, form, rows, cols)
-            jobs += matrix.pack_job(described, x, y, cols + 32, rows + 3, blocks)
-            blocks += matrix.linear_blocks(form.decoder, rows, cols)
+            jobs += matrix.pack_job(described, x, y, cols + 32, rows + 3, blocks, share)
+            blocks += -(-rows // (share or matrix.linear_rows(form.decoder, rows, cols)))
         count = len(jobs) // matrix.JOB_BYTES
         rig.launch((blocks, 1, 1), rig.put(jobs), count, tokens)
 
@@ -191,7 +192,8 @@ def _ids(experts: int) -> npt.NDArray[np.int32]:
 
 def _moe(label: str, decoder: int, forms: Sequence[Format]) -> list[Case]:
     """The two kernels, with an expert of each format and the shared one of the last."""
-    shapes, ids = ((20, max(_cols(form, LONG) for form in forms)), (32, 2048)), _ids(len(forms))
+    shapes = (20, max(_cols(form, LONG) for form in forms)), (32, 2048), (52, 4096)
+    ids = _ids(len(forms))
     tokens = len(ids)
     defines = {"DS4Q_GATE": decoder, "DS4Q_DOWN": decoder, "DS4Q_SHARED_EXPERT": decoder}
 

@@ -32,16 +32,21 @@ STREAMED = ((100, 512), (53, 1024), (27, 2048), (19, 4096), (13, 8192))
 
 
 def _multiply(
-    rig: Rig, form: Form, weights: list[tuple[U8, int, int]], x: F32, firsts: tuple[int, ...] = ()
+    rig: Rig,
+    form: Form,
+    weights: list[tuple[U8, int, int]],
+    x: F32,
+    firsts: tuple[int, ...] = (),
+    share: int = 0,
 ) -> list[F32]:
-    """``x W^T`` of several matrices in one launch."""
+    """``x W^T`` of several matrices in one launch; ``share`` rows of a block, 0: as they come."""
     tokens, x_stride = len(x), x.shape[1]
     at, packed, outs, blocks = rig.put(x), [], [], 0
     for i, (data, rows, cols) in enumerate(weights):
         struct = rig.matrix(form, data, rows, cols, firsts[i] if firsts else 0)
         outs.append(rig.room((tokens, rows)))
-        packed.append(matrix.pack_job(struct, at, outs[-1], x_stride, rows, blocks))
-        blocks += matrix.linear_blocks(form.decoder, rows, cols)
+        packed.append(matrix.pack_job(struct, at, outs[-1], x_stride, rows, blocks, share))
+        blocks += -(-rows // (share or matrix.linear_rows(form.decoder, rows, cols)))
     kernel = matrix.linear_kernel(tokens)
     rig.run(
         "linear.hip", kernel, (blocks, 1, 1), rig.table(packed), len(packed), tokens,
@@ -69,6 +74,10 @@ def test_products_are_within_the_bound_of_float64(rig: Rig, name: str) -> None:
         for tokens in (1, 2) if rows < 8 else (1,):
             (found,) = _multiply(rig, form, [(data, rows, cols)], x[:tokens])
             _check(form, data, rows, x[:tokens], found)
+        if rows >= 13:  # streamed: a group that takes several windows, one after the other
+            share = 4 * matrix.GROUPS * max(1, 4096 // cols)
+            (more,) = _multiply(rig, form, [(data, rows, cols)], x[:1], share=share)
+            np.testing.assert_array_equal(more, found)
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
