@@ -185,7 +185,7 @@ class Pager:
         purpose : CERTAIN and SPECULATIVE use slots that residents leave over, in the order of
             ``ids``; WARM fills free slots in the background while no demand reads, and residents
             are what comes of it
-        most_bytes : CERTAIN and SPECULATIVE begin no read that brings ``loading_bytes`` above it
+        most_bytes : CERTAIN and SPECULATIVE begin no read that brings the bytes under way above it
 
         Returns
         -------
@@ -203,11 +203,6 @@ class Pager:
             fills = self._place_ahead(layer, wanted, purpose, most_bytes)
         self._start(fills)
         return len(fills)
-
-    @property
-    def loading_bytes(self) -> int:
-        """Bytes of reads that were begun and have not come back."""
-        return self._loading_bytes
 
     def counters(self) -> dict[str, Any]:
         """What happened so far, by phase and by purpose, and the slots; times in seconds."""

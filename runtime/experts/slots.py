@@ -62,11 +62,6 @@ class HostSlots:
         with ThreadPoolExecutor(_TOUCHERS) as threads:
             list(threads.map(_touch, (*self._gate_up, *self._down)))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(pool.nbytes for pool in (*self._gate_up, *self._down))
-
     def views(self, record: Record, slot: int) -> tuple[U8, U8, U8]:
         """Gate, up and down of ``record`` in ``slot``: (nbytes,) u8 each, valid under a lease."""
         layer = record.key.layer

@@ -222,13 +222,13 @@ def test_a_lease_comes_only_after_the_last_read() -> None:
         caller = made.ask(1, 2)
         made.transport.serve(2)
         assert made.pager.counters()["loading"] == 1
-        assert made.pager.loading_bytes == NBYTES
+        assert made.pager.counters()["loading_bytes"] == NBYTES
         made.asleep()
         assert caller.waits()
         made.transport.serve(1)
         lease = caller.got()
         assert all(made.memory.holds(Key(0, e), slot) for e, slot in lease.slots.items())
-        assert made.pager.loading_bytes == 0
+        assert made.pager.counters()["loading_bytes"] == 0
         assert made.pager.counters()["decode"]["wait_s"] > 0
 
 
@@ -446,7 +446,7 @@ def test_a_transport_that_refuses_leaves_nothing() -> None:
             with pytest.raises(RuntimeError, match="no threads"):
                 ask()
             assert made.pager.counters()["leased"] == 0
-            assert made.pager.loading_bytes == 0
+            assert made.pager.counters()["loading_bytes"] == 0
         made.transport.refuse = None
         assert made.use(7, 1) == [1]
 
