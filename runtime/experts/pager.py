@@ -437,7 +437,7 @@ class Pager:
             return
         try:
             self._transport.start(fills, self._done)
-        except BaseException as error:
+        except Exception as error:  # not an interrupt: what it left queued will come
             self._abandon(fills, error)
             raise
 
