@@ -215,6 +215,9 @@ def bands(experts: Sequence[int], slots: int) -> Iterator[tuple[int, ...]]:
 def reproduce(trace: Trace) -> Tally:
     """Run the trace's own policy again, and hold every outcome to the recorded one.
 
+    A run that asked for one dispatch at a time is met exactly. Where several threads asked at once,
+    what one of them held could not be evicted for another, and no trace tells that.
+
     Raises ``TraceError``: the first expert that meets something else, or a policy whose
     parameters are not those of this ds4q.
     """
