@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -22,19 +22,28 @@ from ds4q.runtime.device.block import StepBlock
 from ds4q.runtime.device.expert_cache import ExpertCache
 from ds4q.runtime.device.layout import Layout
 from ds4q.runtime.device.model import ModelWeights, plan_weights
-from ds4q.runtime.device.paging import BandIds, DevicePaging
+from ds4q.runtime.device.paging import BandIds, DevicePaging, Step
 from ds4q.runtime.device.program import Program
 from ds4q.runtime.device.scratch import HEAD_TOKENS, Scratch
 from ds4q.runtime.device.staging import Staging
 from ds4q.runtime.device.state import Caches, DeviceState
 from ds4q.runtime.device.weights import DeviceSource
-from ds4q.runtime.engine import BATCH_TOKENS, checked_config, checked_context, checked_ids
+from ds4q.runtime.engine import (
+    BATCH_TOKENS,
+    checked_config,
+    checked_context,
+    checked_ids,
+    shortened,
+)
+from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.store import Phase
+from ds4q.runtime.laps import Laps
 from ds4q.runtime.model.parts import Trace
 from ds4q.runtime.model.rope import layer_frequencies
 from ds4q.runtime.sampling import check_finite
 from ds4q.runtime.source import Progress
+from ds4q.runtime.spread import Spread
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
@@ -57,7 +66,8 @@ class HipEngine:
 
     Attributes
     ----------
-    notes : what a user should hear, one line each
+    notes : what a user should hear, one line each; may grow
+    load_s : seconds that loading took, by what they went into
 
     Raises
     ------
@@ -78,7 +88,7 @@ class HipEngine:
         cache: CacheOptions | None = None,
         layers: int | None = None,
     ) -> None:
-        self.config = config = first_layers(checked_config(reader), layers)
+        self.config = config = shortened(checked_config(reader), layers)
         self.metadata: Mapping[str, Any] = reader.metadata
         self.max_context = checked_context(config, max_context, batch_tokens)
         self._backend = backend
@@ -87,13 +97,15 @@ class HipEngine:
         self._graph: Graph | None = None
         self._segments: list[Graph] = []
         self._paging: DevicePaging | None = None
-        self._sequences = 0
+        self._cache: ExpertCache | None = None
+        self._sequences = count()
         self.notes: list[str] = []
+        self.load_s: dict[str, float] = {}
         self._caches = Caches(config, batch_tokens, self.max_context, sized=max_context is not None)
         try:
             self._load(reader, progress, cache)
         except BaseException:
-            self._close_paging()
+            self._close_cache()
             raise
 
     @classmethod
@@ -107,11 +119,14 @@ class HipEngine:
         progress: Progress | None = None,
         cache: CacheOptions | None = None,
         layers: int | None = None,
+        spread: Spread | None = None,
     ) -> Self:
         """Open the device that is found, and load an artifact onto it.
 
-        ``replay`` None: yes, unless the environment says ``DS4Q_HIP_GRAPH=0``.
+        ``replay`` None: yes, unless the environment says ``DS4Q_HIP_GRAPH=0``. ``spread``: what the
+        model runs on; one device is all there is.
         """
+        (spread or Spread(devices=("hip",))).check(paged=cache is not None and cache.paged)
         if replay is None:
             replay = os.environ.get("DS4Q_HIP_GRAPH") != "0"
         with Reader(path) as reader:
@@ -143,8 +158,7 @@ class HipEngine:
 
     def new_state(self) -> DeviceState:
         """An empty sequence."""
-        self._sequences += 1
-        return DeviceState(self._backend, self._caches, self._sequences)
+        return DeviceState(self._backend, self._caches, next(self._sequences))
 
     def forward(
         self,
@@ -200,7 +214,7 @@ class HipEngine:
 
     def close(self) -> None:
         """End all reading, and free everything on the device, sequences too."""
-        self._close_paging()
+        self._close_cache()
         self._backend.close()
 
     def cache_counters(self) -> dict[str, Any] | None:
@@ -220,6 +234,7 @@ class HipEngine:
     def _load(self, reader: Reader, progress: Progress | None, cache: CacheOptions | None) -> None:
         """Place everything, see that it fits, then read it."""
         config, device = self.config, self._backend.device
+        laps = Laps()
         source, work, weights, experts = self._planned(reader, cache)
         frequencies = _frequencies(config)
         self._decode_block = StepBlock(device, work, config, frequencies, 1)
@@ -233,18 +248,24 @@ class HipEngine:
         layouts = [*source.layouts, *([] if experts is None else experts.pools.layouts), work]
         needed = sum(layout.nbytes for layout in layouts) + self._caches.first_bytes
         device.ensure_free(needed, f"the weights and caches of {reader.path}")
+        laps.lap("audit")
         for layout in layouts:
             layout.allocate(device)
+        laps.lap("pools")
         self._backend.prepare(self._decode())
+        laps.lap("first_kernel")
         self._staging: Staging | None = source.fill(device, self._backend.copies, progress)
         reader.check_unchanged()
         self._copied = self._backend.copies.record()
         self._await_weights()
+        laps.lap("dense")
         if experts is not None and band_ids is not None:
+            self._cache = experts
             self._paging = experts.open(
                 self._backend, reader, source, self._program, self._scratch, band_ids
             )
-            self.notes += experts.notes
+            laps.lap("pools")
+        self.load_s = laps.seconds
 
     def _planned(
         self, reader: Reader, cache: CacheOptions | None
@@ -252,20 +273,22 @@ class HipEngine:
         """Places of all that is read and computed; the cache of experts, unless all of them fit."""
         config, source, work = self.config, DeviceSource(reader), Layout()
         self._scratch = Scratch(work, config, self._batch_tokens, self.max_context)
+        if cache is not None:
+            _refuse(cache)
         if cache is None or not (cache.paged or cache.cold):
             return source, work, plan_weights(config, source, reader.path), None
         experts = ExpertCache(config, source, reader, cache)
+        self.notes = experts.notes
         slots = experts.catalogue, experts.pools
         weights = plan_weights(config, source, reader.path, slots)
         needed = sum(layout.nbytes for layout in (*source.layouts, work))
         if experts.size(self._backend.device, needed + self._caches.first_bytes):
-            self.notes.append("all experts fit: none is paged")
             return self._planned(reader, None)
         return source, work, weights, experts
 
-    def _close_paging(self) -> None:
-        if self._paging is not None:
-            self._paging.pager.close()
+    def _close_cache(self) -> None:
+        if self._cache is not None:
+            self._cache.close()
 
     def _await_weights(self) -> None:
         """Let the first step wait for the last copies: they go through another stream."""
@@ -305,8 +328,9 @@ class HipEngine:
         block.send(backend.stream, first, ids, state.table)
         replay = tokens == 1 and trace is None and self._replay
         if self._paging is not None:
-            self._paging.begin(ids, phase, state.number, first)
-            self._page(self._paging, block, tokens, first + tokens, head=head, trace=trace)
+            step = Step(ids, phase, state.number, first)
+            self._paging.begin(step)
+            self._page(self._paging, step, block, head=head, trace=trace)
         elif replay:
             if self._graph is None:
                 self._graph = backend.capture(self._decode())
@@ -325,25 +349,25 @@ class HipEngine:
     def _page(
         self,
         paging: DevicePaging,
+        step: Step,
         block: StepBlock,
-        tokens: int,
-        end: int,
         *,
         head: bool,
         trace: Trace | None,
     ) -> None:
         """Queue a batch layer by layer: what follows a router waits for its experts."""
-        program, traced = self._program, trace is not None
+        program, traced, tokens = self._program, trace is not None, len(step.ids)
         if tokens == 1 and not traced and self._replay:
             segments = self._decode_segments()
             for number in range(len(program.layers)):
                 segments[number].launch(self._backend.stream)
-                paging.serve(number)
+                paging.serve(number, step)
             segments[-1].launch(self._backend.stream)
             return
         for number, layer in enumerate(program.layers):
+            end = step.first + tokens
             self._run(program.until_route(block, number, tokens, end, traced=traced), trace)
-            paging.serve(number)
+            paging.serve(number, step)
             if traced:
                 self._run([layer.sums(tokens)], trace)
         if head:
@@ -398,12 +422,17 @@ class HipEngine:
         return checked_ids(ids, state.position, self.vocab_size, self.max_context)
 
 
-def first_layers(config: ModelConfig, layers: int | None) -> ModelConfig:
-    """The config of a model cut behind its first ``layers``."""
-    if layers is None:
-        return config
-    ratios = config.compress_ratios[:layers]
-    return replace(config, num_hidden_layers=len(ratios), compress_ratios=ratios)
+def _refuse(cache: CacheOptions) -> None:
+    """What is asked of experts that a device cannot do."""
+    if cache.trace_states:
+        raise CacheError(
+            "router states on a device", remedy="record them on the CPU: leave out --device hip"
+        )
+    if cache.trace is not None and not cache.paged:
+        raise CacheError(
+            "a trace of a device that holds all experts: the host does not hear of their choice",
+            remedy="page them (--expert-cache), or leave out --device hip",
+        )
 
 
 def _phase(state: DeviceState, ids: I64) -> Phase:

@@ -6,14 +6,19 @@ no step.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from ds4q.artifact.hfq import Reader
 from ds4q.hipkern.driver import Device
 from ds4q.runtime.backend.hip import HipBackend
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.clock import Clock
-from ds4q.runtime.device.model import by_token_name
+from ds4q.runtime.device.model import bias_name, by_token_name
 from ds4q.runtime.device.paging import BandIds, DevicePaging
 from ds4q.runtime.device.pointers import PointerTables
 from ds4q.runtime.device.pools import ExpertPools
@@ -21,6 +26,8 @@ from ds4q.runtime.device.program import Program
 from ds4q.runtime.device.scratch import Scratch
 from ds4q.runtime.device.transport import DeviceTransport
 from ds4q.runtime.device.weights import DeviceSource
+from ds4q.runtime.errors import CacheError
+from ds4q.runtime.experts.adapter import Adapter, read_adapter
 from ds4q.runtime.experts.budget import available_bytes
 from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.digests import Digests
@@ -28,14 +35,17 @@ from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.plan import Plan, plan_slots
-from ds4q.runtime.experts.policy import DEFAULT_POLICY
-from ds4q.runtime.experts.reading import ExpertReader
+from ds4q.runtime.experts.policy import DEFAULT_POLICY, parameters_of
+from ds4q.runtime.experts.predict import AdapterGuess, Prefetcher
+from ds4q.runtime.experts.profile import Profile, read_profile
+from ds4q.runtime.experts.reading import ExpertReader, Purpose
+from ds4q.runtime.experts.trace import Header, Recorder, artifact_identity
 
 THREADS = 4  # that read and copy
 
 
 class ExpertCache:
-    """The slots of an artifact's routed experts.
+    """The slots of an artifact's routed experts, closed with the engine.
 
     Parameters
     ----------
@@ -44,7 +54,11 @@ class ExpertCache:
     Attributes
     ----------
     catalogue, pools : what the model's weights are planned with
-    notes : what a user should hear, one line each
+    notes : what a user should hear, one line each; may grow
+
+    Raises
+    ------
+    CacheError, AdapterError, ProfileError : what is asked for cannot be
     """
 
     def __init__(
@@ -52,6 +66,18 @@ class ExpertCache:
     ) -> None:
         experts, owner = config.n_routed_experts, options.owner
         self.notes: list[str] = []
+        self._config = config
+        self._options = options
+        self._path = reader.path
+        self._identity = artifact_identity(reader)
+        self._adapter: Adapter | None = None
+        if options.adapter is not None:
+            self._adapter = read_adapter(options.adapter)
+            self._adapter.check_model(config, self._identity)
+        self._profile: Profile | None = None
+        if options.profile is not None:
+            layers = config.num_hidden_layers
+            self._profile = read_profile(options.profile, self._identity, layers, experts)
         self.catalogue = Catalogue(config, source.tensors, path=reader.path)
         self.pools = ExpertPools(self.catalogue.geometry)
         self._ownership = (
@@ -59,9 +85,8 @@ class ExpertCache:
             if owner is None
             else ExpertOwnership.of_rank(*owner, experts)
         )
-        self._config = config
-        self._options = options
         self._plan: Plan | None = None
+        self._stack = ExitStack()
 
     def size(self, device: Device, needed: int) -> bool:
         """Settle the number of slots, given the bytes of all else; whether all experts fit.
@@ -76,12 +101,14 @@ class ExpertCache:
             return min(on_device, available_bytes()) if device.unified else on_device
 
         options, owned = self._options, len(self._ownership.owned)
-        if options.cold is not None:
-            options = replace(options, budget=None, slots=owned, cold=None)
-        self._plan = plan = plan_slots(
-            self.catalogue, self._config, options, owned=owned, needed=needed, available=free
-        )
+        if options.cold is None:
+            self._plan = plan = plan_slots(
+                self.catalogue, self._config, options, owned=owned, needed=needed, available=free
+            )
+        else:
+            self._plan = plan = self._owned_alone(owned)
         if plan.resident and options.owner is None:
+            self.notes.append(f"all {plan.slots} experts of every layer fit: paging is off")
             return True
         self.pools.size(plan.counts)
         return False
@@ -101,54 +128,117 @@ class ExpertCache:
         ------
         ReceiptError : one is required, and there is none of this artifact
         """
-        config, options, plan = self._config, self._options, self._plan
-        if plan is None:
+        if self._plan is None:
             raise RuntimeError("the slots were not sized")
+        by_token = {
+            layer: source.id_table(by_token_name(layer))
+            for layer in range(self._config.num_hidden_layers)
+            if self._config.is_hash_layer(layer)
+        }
+        transport, pager = self._reading(self._plan, backend.device, reader)
+        clock = Clock(backend.stream)
+        tables = PointerTables(
+            backend.device, backend.stream, [layer.table() for layer in program.layers]
+        )
+        paging = DevicePaging(
+            backend,
+            program.layers,
+            scratch,
+            ids,
+            self.pools,
+            pager,
+            transport,
+            self._ownership,
+            tables,
+            clock,
+            by_token,
+            self._prefetcher(pager, self._plan, source, by_token),
+            slots=self._plan.slots,
+        )
+        self._warm(pager, self._plan.slots)
+        return paging
+
+    def close(self) -> None:
+        """End all reading and finish the trace; a second call does nothing."""
+        self._stack.close()
+
+    # ------------------------------------------------------------------ one part each
+
+    def _owned_alone(self, owned: int) -> Plan:
+        """Slots for all of a rank's experts and nothing else."""
+        wanted, budget = owned * self.catalogue.slot_bytes, self._options.budget
+        if isinstance(budget, int) and wanted > budget:
+            raise CacheError(
+                "this rank's experts do not fit, and no others may stand in for them",
+                path=self._path,
+                expected=f"at least {wanted:,} bytes",
+                found=f"{budget:,} bytes",
+                remedy="give more, or page them: leave out --cold none",
+            )
+        return Plan(owned, (0,) * self._config.num_hidden_layers, resident=False)
+
+    def _reading(self, plan: Plan, device: Device, reader: Reader) -> tuple[DeviceTransport, Pager]:
+        options, policy = self._options, self._options.policy or DEFAULT_POLICY
         digests = None
         if options.check_reads:
             digests = Digests.of(reader, self.notes, require=options.require_receipt)
-        experts = ExpertReader(reader, self.catalogue, digests=digests)
-        try:
-            transport = DeviceTransport(
-                self.catalogue, experts, self.pools, backend.device, threads=THREADS
-            )
-        except BaseException:
-            experts.close()
-            raise
-        try:
-            clock = Clock(backend.stream)
-            paging = DevicePaging(
-                backend,
-                program.layers,
-                scratch,
-                ids,
-                self.pools,
-                Pager(
-                    self.catalogue,
-                    plan.slots,
-                    transport,
-                    policy=options.policy or DEFAULT_POLICY,
-                    ownership=self._ownership,
-                    quarantine=plan.quarantine,
-                ),
-                self._ownership,
-                PointerTables(
-                    backend.device,
-                    backend.stream,
-                    clock,
-                    [layer.table() for layer in program.layers],
-                ),
-                clock,
-                {
-                    layer: source.id_table(by_token_name(layer))
-                    for layer in range(config.num_hidden_layers)
-                    if config.is_hash_layer(layer)
-                },
-                slots=plan.slots,
-                experts=config.n_routed_experts,
-            )
-        except BaseException:
-            transport.close()
-            raise
-        self.notes += experts.notes
-        return paging
+        recorder = None
+        if options.trace is not None:
+            recorder = self._recorder(options.trace, plan, policy)
+            self._stack.callback(recorder.close)
+        files = ExpertReader(reader, self.catalogue, digests=digests)
+        self._stack.callback(files.close)
+        self.notes += files.notes
+        transport = DeviceTransport(self.catalogue, files, self.pools, device, threads=THREADS)
+        self._stack.callback(transport.close)
+        pager = Pager(
+            self.catalogue,
+            plan.slots,
+            transport,
+            policy=policy,
+            ownership=self._ownership,
+            quarantine=plan.quarantine,
+            recorder=recorder,
+        )
+        self._stack.callback(pager.close)
+        return transport, pager
+
+    def _recorder(self, path: Path, plan: Plan, policy: str) -> Recorder:
+        header = Header.of(
+            self._identity,
+            self._config,
+            self.catalogue,
+            plan.slots,
+            policy=policy,
+            parameters=parameters_of(policy),
+            warm_start="" if self._profile is None else self._profile.digest,
+        )
+        return Recorder(path, header)
+
+    def _prefetcher(
+        self,
+        pager: Pager,
+        plan: Plan,
+        source: DeviceSource,
+        by_token: Mapping[int, npt.NDArray[np.int32]],
+    ) -> Prefetcher | None:
+        certain = {layer: table for layer, table in by_token.items() if plan.quarantine[layer]}
+        guess = None
+        if self._adapter is not None:
+            biases = {
+                layer: source.tensors.values(bias_name(layer), self._config.n_routed_experts)
+                for layer in range(self._config.num_hidden_layers)
+                if layer not in by_token
+            }
+            guess = AdapterGuess(self._adapter, biases, self._options.prefetch_top)
+        if not certain and guess is None:
+            return None
+        return Prefetcher(pager, certain, guess, say=self.notes.append)
+
+    def _warm(self, pager: Pager, slots: int) -> None:
+        """Read what a profile names, behind whatever is demanded; or all that is owned, at once."""
+        for layer in range(self._config.num_hidden_layers):
+            if self._options.cold is not None:
+                pager.acquire(layer, self._ownership.owned, "prefill").release()
+            elif self._profile is not None:
+                pager.prefetch(layer, self._profile.experts[layer][:slots], Purpose.WARM)

@@ -111,6 +111,11 @@ def by_token_name(layer: int) -> str:
     return f"layers.{layer}.ffn.gate.tid2eid"
 
 
+def bias_name(layer: int) -> str:
+    """The tensor that steers the choice of a learned layer's experts."""
+    return f"layers.{layer}.ffn.gate.bias"
+
+
 def _layer(
     c: ModelConfig, source: DeviceSource, layer: int, path: object, slots: Slots | None
 ) -> LayerWeights:
@@ -139,7 +144,7 @@ def _layer(
         _indexer(c, source, f"{attn}.indexer", ratio) if ratio == 4 else None,
         _hyper(c, source, f"{name}.hc_ffn", f"{name}.ffn_norm.weight"),
         source.matrix(f"{ffn}.gate.weight", c.n_routed_experts, d),
-        None if hashed else source.values(f"{ffn}.gate.bias", c.n_routed_experts),
+        None if hashed else source.values(bias_name(layer), c.n_routed_experts),
         source.ids(
             by_token_name(layer), c.vocab_size, c.num_experts_per_tok, below=c.n_routed_experts
         )

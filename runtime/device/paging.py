@@ -11,12 +11,13 @@ T tokens, K experts of a token, V vocabulary, E experts.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.hipkern.handles import Pinned
 from ds4q.runtime.backend.hip import HipBackend
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.clock import Clock, Point
@@ -25,27 +26,52 @@ from ds4q.runtime.device.layout import Layout
 from ds4q.runtime.device.pointers import PointerTables
 from ds4q.runtime.device.pools import ExpertPools
 from ds4q.runtime.device.scratch import Scratch
+from ds4q.runtime.device.transport import DeviceTransport
 from ds4q.runtime.device.weights import DeviceSource
 from ds4q.runtime.experts.ledger import Dispatch
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.pager import Pager
+from ds4q.runtime.experts.predict import Prefetcher
 from ds4q.runtime.experts.store import Phase
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+
+_NO_LOGITS = np.empty((0, 0), np.float32)  # they stay on the device
 
 ABSENT = -1  # an id whose row is zeros
 ELSEWHERE = -2  # an id whose row other launches make
 
 
 class BandIds:
-    """Where ids of bands lie on a device, for steps of at most ``batch`` tokens."""
+    """Where ids of bands lie on a device, for steps of at most ``batch`` tokens.
+
+    Attributes
+    ----------
+    chosen : experts of a token
+    experts : of a layer
+    row_bytes : of what a router sees of a token
+    place : ids [batch, chosen] of a band
+    none : ids that leave every row alone
+    """
 
     def __init__(self, layout: Layout, source: DeviceSource, c: ModelConfig, batch: int) -> None:
-        self.shape = batch, c.num_experts_per_tok
+        self.batch = batch
+        self.chosen = c.num_experts_per_tok
+        self.experts = c.n_routed_experts
+        self.row_bytes = 4 * c.hidden_size
         count = batch * c.num_experts_per_tok
         self.place = layout.floats(count)
         self.none = source.table(4 * count, lambda: np.full(count, ELSEWHERE, np.int32))
+
+
+class Step(NamedTuple):
+    """Tokens that go through the layers together: their ids [T], and where they stand."""
+
+    ids: I64
+    phase: Phase
+    sequence: int
+    first: int
 
 
 class DevicePaging:
@@ -53,10 +79,11 @@ class DevicePaging:
 
     Parameters
     ----------
-    pager : closed with this
     tables : of every layer
     clock : of the backend's stream
     by_token : i32 [V, K] of every hash layer
+    predictor : asks for experts ahead of their use
+    slots : most experts of a band
     """
 
     def __init__(
@@ -67,15 +94,17 @@ class DevicePaging:
         ids: BandIds,
         pools: ExpertPools,
         pager: Pager,
+        transport: DeviceTransport,
         ownership: ExpertOwnership,
         tables: PointerTables,
         clock: Clock,
         by_token: Mapping[int, I32],
+        predictor: Prefetcher | None,
         *,
         slots: int,
-        experts: int,
     ) -> None:
-        self.pager = pager
+        self._pager = pager
+        self._transport = transport
         self._backend = backend
         self._layers = layers
         self._scratch = scratch
@@ -85,70 +114,91 @@ class DevicePaging:
         self._tables = tables
         self._clock = clock
         self._by_token = by_token
+        self._predictor = predictor
         self._slots = slots
-        self._experts = experts
-        nbytes = 4 * ids.shape[0] * ids.shape[1]
+        self._experts = ids.experts
+        nbytes = 4 * ids.batch * ids.chosen
         self._down = backend.device.pinned(nbytes)
         self._up = backend.device.pinned(nbytes)
+        self._seen: Pinned | None = None
+        if predictor is not None and predictor.needs_state:
+            self._seen = backend.device.pinned(scratch.normed.nbytes)
         self._sent: Point | None = None
-        self._step: tuple[I64, Phase, int, int] | None = None
+        self._dispatches = 0
         self._readbacks = 0
-        self._readback_s = 0.0
+        self._io_s: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
+        self._compute_s: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
 
-    def begin(self, ids: I64, phase: Phase, sequence: int, first: int) -> None:
-        """A step of tokens ``ids`` at position ``first`` of a sequence begins."""
-        self._step = ids, phase, sequence, first
+    def begin(self, step: Step) -> None:
+        """A step begins: what follows from its ids alone is asked for."""
+        if self._predictor is not None:
+            self._predictor.begin(step.ids, step.phase)
 
-    def serve(self, layer: int) -> None:
+    def serve(self, layer: int, step: Step) -> None:
         """Queue the experts of ``layer``, whose router is queued; waits for what it must read."""
-        if self._step is None:
-            raise RuntimeError("no step has begun")
-        tokens, phase, sequence, first = self._step
-        program, count = self._layers[layer], len(tokens)
-        chosen = self._chosen(layer, tokens)
-        dispatch = Dispatch(layer, sequence, first, chosen)
-        for number, experts in enumerate(
-            bands(chosen, self._slots, self._ownership, self._experts)
-        ):
-            with self.pager.acquire(layer, experts, phase, dispatch) as lease:
-                self._tables.point(
-                    layer,
-                    {e: self._pools.addresses(layer, slot) for e, slot in lease.slots.items()},
-                )
+        ids, phase, sequence, first = step
+        chosen = self._chosen(layer, ids, phase)
+        dispatch = Dispatch(self._dispatches, sequence, first, chosen)
+        self._dispatches += 1
+        cut = bands(chosen, self._slots, self._ownership, self._experts)
+        for number, experts in enumerate(cut):
+            began = time.perf_counter()
+            with self._pager.acquire(layer, experts, phase, dispatch) as lease:
+                self._io_s[phase] += time.perf_counter() - began
+                if self._predictor is not None and number == len(cut) - 1:
+                    self._predictor.issue(layer, phase)
+                addresses = {e: self._pools.addresses(layer, s) for e, s in lease.slots.items()}
+                self._tables.point(layer, addresses)
                 place = self._scratch.experts
                 if (band := self._band(chosen, experts, first=number == 0)) is not None:
                     self._send(band)
                     place = self._ids.place
-                self._backend.run(program.experts(place, count, shared=False))
+                self._backend.run(self._layers[layer].experts(place, len(ids), shared=False))
                 lease.release(self._clock.mark())
 
     def counters(self) -> dict[str, Any]:
-        """The pager's, and what the host waited for routers and sent up because of them."""
-        return self.pager.counters() | {
+        """Those of the pager, and of the transport as ``reads``.
+
+        By phase also ``io_s``, seconds of getting experts, and ``compute_s``, of waiting for what
+        the device had to compute before it could tell which; ``readbacks``: how often it told;
+        ``table_uploads``: how often a table went up.
+        """
+        counts = self._pager.counters()
+        for phase in self._io_s:
+            counts[phase] |= {"io_s": self._io_s[phase], "compute_s": self._compute_s[phase]}
+        return counts | {
+            "reads": self._transport.counters(),
             "readbacks": self._readbacks,
-            "readback_s": self._readback_s,
             "table_uploads": self._tables.uploads,
         }
 
     # ------------------------------------------------------------------ one step each
 
-    def _chosen(self, layer: int, tokens: I64) -> I32:
+    def _chosen(self, layer: int, tokens: I64, phase: Phase) -> I32:
         """The ids [T, K] of a layer's experts; the shared one's products are queued meanwhile."""
         stream, count = self._backend.stream, len(tokens)
         shared = self._layers[layer].experts(self._ids.none, count, shared=True)
-        if layer in self._by_token:
+        known, seen = self._by_token.get(layer), self._seen
+        if known is not None and seen is None:
             self._backend.run(shared)
-            return self._by_token[layer][tokens]
-        shape = count, self._ids.shape[1]
+            return known[tokens]
+        shape = count, self._ids.chosen
         held = self._down.array.view(np.int32)[: shape[0] * shape[1]]
         stream.download(held, self._scratch.experts.address)
+        if seen is not None:
+            stream.download(seen, self._scratch.normed.address, count * self._ids.row_bytes)
         there = self._clock.mark()
         self._backend.run(shared)
         began = time.perf_counter()
         there.wait()
-        self._readback_s += time.perf_counter() - began
+        self._compute_s[phase] += time.perf_counter() - began
         self._readbacks += 1
-        return held.reshape(shape).copy()
+        chosen: I32 = held.reshape(shape).copy()
+        if seen is not None and self._predictor is not None:
+            rows = seen.array[: count * self._ids.row_bytes].view(np.float32)
+            state = rows.reshape(count, -1).copy()
+            self._predictor.see(layer, chosen.astype(np.int64), _NO_LOGITS, state)
+        return chosen
 
     def _band(self, chosen: I32, experts: Sequence[int], *, first: bool) -> I32 | None:
         """Ids of a band [T, K]; None where they are all that were chosen.
@@ -175,7 +225,7 @@ class DevicePaging:
 
 def bands(
     chosen: npt.NDArray[np.integer[Any]], slots: int, ownership: ExpertOwnership, experts: int
-) -> Iterator[list[int]]:
+) -> list[list[int]]:
     """The distinct experts of ``chosen`` in order of first appearance, ``slots`` at a time.
 
     Other ranks' are left out; what is no expert at all is kept, so that it is refused. At least one
@@ -186,5 +236,4 @@ def bands(
         for expert in dict.fromkeys(chosen.reshape(-1).tolist())
         if ownership.owns(expert) or not 0 <= expert < experts
     ]
-    for first in range(0, max(1, len(wanted)), slots):
-        yield wanted[first : first + slots]
+    return [wanted[first : first + slots] for first in range(0, max(1, len(wanted)), slots)]

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.matrix import MATRIX_BYTES
 from ds4q.hipkern.streams import Stream
-from ds4q.runtime.device.clock import Clock, Point
 from ds4q.runtime.device.layout import Place
 
 _ADDRESS = struct.Struct("<Q")
@@ -24,7 +23,7 @@ class PointerTables:
 
     Parameters
     ----------
-    clock : of ``stream``
+    stream : what the kernels run on
     tables : by layer: where the table lies on the device, and what has been copied there
 
     Attributes
@@ -33,14 +32,9 @@ class PointerTables:
     """
 
     def __init__(
-        self,
-        device: Device,
-        stream: Stream,
-        clock: Clock,
-        tables: Sequence[tuple[Place, bytes]],
+        self, device: Device, stream: Stream, tables: Sequence[tuple[Place, bytes]]
     ) -> None:
         self._stream = stream
-        self._clock = clock
         self._places = [place for place, _ in tables]
         self._starts: list[int] = []
         held = b""
@@ -50,36 +44,27 @@ class PointerTables:
         self._pinned = device.pinned(len(held))
         self._pinned.array.data[:] = held
         self._stale = [False] * len(tables)
-        self._copied: list[Point | None] = [None] * len(tables)
         self.uploads = 0
 
     def point(self, layer: int, addresses: Mapping[int, tuple[int, int, int]]) -> None:
-        """Let experts' gate, up and down be at ``addresses``, before what is queued from now on.
+        """Let experts' gate, up and down be at ``addresses``, for what is queued from now on.
 
         A table is stale from its first change until a copy of it was queued: whatever fails in
-        between, the next call makes up for.
+        between, the next call makes up for. A copy under way is not waited for: an expert that is
+        still to be read from its slot has no other.
         """
         shadow, start = self._pinned.array.data, self._starts[layer]
         for expert, trio in addresses.items():
             for i, address in enumerate(trio):
                 at = start + expert * _EXPERT_BYTES + i * MATRIX_BYTES
                 if _ADDRESS.unpack_from(shadow, at)[0] != address:
-                    self._await_copy(layer)
                     self._stale[layer] = True
                     _ADDRESS.pack_into(shadow, at, address)
         if self._stale[layer]:
             self._upload(layer)
             self._stale[layer] = False
 
-    def _await_copy(self, layer: int) -> None:
-        """The last copy reads the host's table until it has been made."""
-        copied, self._copied[layer] = self._copied[layer], None
-        if copied is not None:
-            copied.wait()
-
     def _upload(self, layer: int) -> None:
         place, start = self._places[layer], self._starts[layer]
-        part = self._pinned.array[start : start + place.nbytes]
-        self._stream.upload(place.address, part)
-        self._copied[layer] = self._clock.mark()
+        self._stream.upload(place.address, self._pinned.array[start : start + place.nbytes])
         self.uploads += 1
