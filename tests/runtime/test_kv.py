@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ds4q.runtime.config import parse_config
-from ds4q.runtime.kv import Entries, LayerCache, new_state
+from ds4q.runtime.kv import Entries, LayerCache, new_state, state_bytes
 from tests.runtime.artifacts import DATA, config_of
 
 CONFIG = parse_config(config_of(DATA / "ds4-random"))  # ratios 0, 4, 128, 4, 128, 0; window 32
@@ -66,3 +66,12 @@ def test_state_counts_its_bytes() -> None:
     window, wide, narrow = 38 * 128 * 4, 2 * 15 * 256 * 4, 2 * 135 * 128 * 4
     expected = 6 * window + 2 * 2 * (wide + 252 * 512) + 2 * (narrow + 8 * 512)
     assert state.nbytes == expected
+
+
+@pytest.mark.parametrize("name", ["ds4-tiny", "ds4-random"])
+@pytest.mark.parametrize(("batch", "context"), [(1, 1), (256, 1000), (7, 4099)])
+def test_bytes_of_a_sequence_are_told_without_making_it(
+    name: str, batch: int, context: int
+) -> None:
+    config = parse_config(config_of(DATA / name))
+    assert state_bytes(config, batch, context) == new_state(config, batch, context).nbytes
