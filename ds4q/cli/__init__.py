@@ -25,7 +25,7 @@ from ds4q.cli.common import VERBOSE, Terminated, say
 COMMANDS = {
     "quantize": "Turn a DeepSeek-V4 checkpoint into an HFQ artifact.",
     "verify": "Prove that an artifact is sound and equal to its source.",
-    "inspect": "Show what is in an artifact, a receipt or a checkpoint.",
+    "inspect": "Show what is in an artifact, a receipt, a trace or a checkpoint.",
     "run": "Generate text from an artifact.",
     "calibrate": "Measure what a model's experts see, for quantize --imatrix.",
     "cache": "Price expert caches by a recorded run, and make warm-start profiles.",

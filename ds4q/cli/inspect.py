@@ -1,8 +1,12 @@
-"""Owns ``ds4q inspect``: what is in an artifact, a receipt or a checkpoint. Reads no payload."""
+"""Owns ``ds4q inspect``: what is in an artifact, a receipt, a trace or a checkpoint folder.
+
+It reads no payload.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
     from ds4q.artifact.report import Check
 
 RECEIPT_MAGIC = b"\x28\xb5\x2f\xfd"  # a zstd frame
+TRACE_MAGIC = b"ds4q.trace"
+TRACE_MAGIC_AT = 8  # behind the head of a zstd frame that unpackers skip
 
 
 @click.command("inspect")
@@ -40,7 +46,8 @@ def command(
 
     Example: ds4q inspect flash.hfq --tensors --layer 2
 
-    Only headers are read, never a payload.
+    Only headers are read, never a payload. FILE may also be a trace of ds4q run --trace: what it
+    was recorded under, and how much it holds.
     """
     from ds4q.artifact.report import Check
 
@@ -51,6 +58,8 @@ def command(
         document, rows = _checkpoint(file, check)
     elif _starts_with(file, RECEIPT_MAGIC):
         document, rows = _receipt(file)
+    elif _starts_with(file, TRACE_MAGIC, at=TRACE_MAGIC_AT):
+        document, rows = _trace(file)
     else:
         document, rows = _artifact(file, check)
     shown = rows if layer is None else [row for row in rows if _layer(row["name"]) == layer]
@@ -70,10 +79,10 @@ def command(
         click.get_current_context().exit(1)
 
 
-def _starts_with(file: Path, magic: bytes) -> bool:
+def _starts_with(file: Path, magic: bytes, at: int = 0) -> bool:
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
-        return stream.read(len(magic)) == magic
+        return stream.read(at + len(magic))[at:] == magic
 
 
 def _layer(name: str) -> int | None:
@@ -126,6 +135,28 @@ def _receipt(file: Path) -> tuple[Document, Rows]:
     }, rows
 
 
+def _trace(file: Path) -> tuple[Document, Rows]:
+    from dataclasses import asdict
+
+    from ds4q.runtime.experts.replay import Workload
+    from ds4q.runtime.experts.trace import read_trace
+
+    trace = read_trace(file)
+    header = asdict(trace.header)
+    header["slot_bytes"] = sum(header["slot_bytes"])  # of a slot in every layer
+    del header["expert_bytes"]  # one number an expert, where they differ
+    kinds = Counter(type(record).__name__.removesuffix("Record").lower() for record in trace)
+    return {
+        "kind": "trace",
+        "path": str(file),
+        "bytes": file.stat().st_size,
+        "records": dict(sorted(kinds.items())),
+        "tokens": Workload.of(trace).tokens,
+        "types": {},
+        "metadata": {key: value for key, value in header.items() if value not in ("", {})},
+    }, []
+
+
 def _checkpoint(file: Path, check: Check) -> tuple[Document, Rows]:
     from ds4q.artifact.describe import brief, type_census
     from ds4q.artifact.errors import Ds4qError
@@ -161,10 +192,17 @@ def _checkpoint(file: Path, check: Check) -> tuple[Document, Rows]:
         }, rows
 
 
+def _held(document: Document) -> str:
+    tokens, records = document["tokens"], document["records"]
+    told = [f"{n:,} {name} records" for name, n in records.items()]
+    told.append(f"{tokens['prefill']:,} tokens of prompts, {tokens['decode']:,} generated")
+    return ", ".join(told)
+
+
 def _print(document: Document, rows: Rows) -> None:
+    held = f"{document['tensors']:,} tensors" if "tensors" in document else _held(document)
     click.echo(
-        f"{one_line(document['path'])}: {document['kind']}, {document['bytes']:,} bytes, "
-        f"{document['tensors']:,} tensors"
+        f"{one_line(document['path'])}: {document['kind']}, {document['bytes']:,} bytes, {held}"
     )
     for name, entry in document["types"].items():
         click.echo(f"  {name:12} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
