@@ -15,7 +15,7 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from ds4q.artifact.hfq import Reader, pread_all
 from ds4q.artifact.report import Check, Failure
 from ds4q.runtime.errors import GateError
 from ds4q.runtime.experts.catalogue import Catalogue
+from ds4q.runtime.experts.profile import read_profile
 from ds4q.runtime.experts.trace import artifact_identity
 from ds4q.runtime.gates import loading
 from ds4q.runtime.gates.loading import I64, Load
@@ -45,6 +46,7 @@ START_S = 60.0  # a process that is given no time to start would tell nothing
 LANES = 4
 PIECE_BYTES = 16 << 20
 PAGE_BYTES = 4096
+Mask = npt.NDArray[np.bool_]
 FORMAT = "ds4q load-time baseline 1"
 
 _EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.w[123]\.weight")
@@ -58,37 +60,43 @@ class Front:
     ----------
     identity : of its header, metadata and index
     spans : i64 [N, 2] begin and end of every matrix of a routed expert, in the file's order
+    keys : i64 [N, 2] layer and expert of each
     """
 
     identity: str
     spans: I64
+    keys: I64
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Front:
         """Of the artifact ``path``."""
         with Reader(path) as reader:
-            spans = sorted(
-                (entry.offset, entry.offset + entry.nbytes)
-                for name, entry in reader.tensors.items()
-                if _EXPERT.fullmatch(name)
+            named = ((_EXPERT.fullmatch(name), entry) for name, entry in reader.tensors.items())
+            rows = sorted(
+                (entry.offset, entry.offset + entry.nbytes, *map(int, match.groups()))
+                for match, entry in named
+                if match is not None
             )
-            return cls(artifact_identity(reader), np.array(spans, np.int64).reshape(-1, 2))
+            found = np.array(rows, np.int64).reshape(-1, 4)
+            return cls(artifact_identity(reader), found[:, :2], found[:, 2:])
 
     @property
     def expert_bytes(self) -> int:
         """Of all routed experts."""
         return int((self.spans[:, 1] - self.spans[:, 0]).sum())
 
-    def of_experts(self, reads: I64) -> npt.NDArray[np.bool_]:
-        """Which of ``reads`` [N, 3] touch an expert.
+    def of_experts(self, reads: I64, but: Collection[tuple[int, int]] = ()) -> Mask:
+        """Which of ``reads`` [N, 3] touch an expert other than ``but``, pairs of layer and id.
 
         One past the page cache is of whole pages: what it has in its first and its last one may
         belong to a neighbour.
         """
+        other = [tuple(key) not in but for key in self.keys.tolist()]
+        before = np.concatenate(([0], np.cumsum(other)))
         margin = np.where(reads[:, 2] != 0, PAGE_BYTES, 0)
         first = np.searchsorted(self.spans[:, 1], reads[:, 0] + margin, "right")
         behind = np.searchsorted(self.spans[:, 0], reads[:, 0] + reads[:, 1] - margin, "left")
-        found: npt.NDArray[np.bool_] = first < behind
+        found: Mask = before[np.maximum(first, behind)] > before[first]
         return found
 
 
@@ -160,6 +168,7 @@ class LoadTime:
         """Load the artifact ``path`` again and again; fills ``check``."""
         model = Model.read(path)
         front = Front.read(path)
+        warm = self._warm(model, front)
         limits = None if self.baseline is None else _baseline(self.baseline)
         arms = self._arms(model)
         cold = self._measure(arms, model.path, where)
@@ -171,9 +180,9 @@ class LoadTime:
         check.figures |= {"runs": self.runs, "cold": cold, "device": where.device, "arms": told}
         if not cold:
             check.notes.append(
-                "the file stayed in the page cache (a file system in memory?): loads were warm"
+                "the file stayed in the page cache (in use, or in memory only): loads were warm"
             )
-        judge_reads(check, front, arms)
+        judge_reads(check, front, arms, warm)
         self._judge_seconds(check, arms, cold)
         state = {"artifact": front.identity, "device": where.device, "cold": cold}
         if limits is not None:
@@ -195,6 +204,14 @@ class LoadTime:
         if self.profile is not None:
             small["profile"] = os.fspath(self.profile)
         return [Arm("off", None), Arm("all", everything), Arm("paged", small)]
+
+    def _warm(self, model: Model, front: Front) -> Sequence[Sequence[int]]:
+        """Experts by layer that a small cache may begin with, the most used first."""
+        if self.profile is None:
+            return ()
+        config = model.config
+        layers, experts = config.num_hidden_layers, config.n_routed_experts
+        return read_profile(self.profile, front.identity, layers, experts).experts
 
     def _measure(self, arms: Sequence[Arm], path: Path, where: Surroundings) -> bool:
         """Load in turn, ``runs`` times; whether the file was never in the page cache before."""
@@ -277,10 +294,15 @@ def _write(path: Path, check: Check, state: dict[str, Any], told: dict[str, Any]
     path.write_text(text, encoding="utf-8")
 
 
-def judge_reads(check: Check, front: Front, arms: Sequence[Arm]) -> None:
+def judge_reads(
+    check: Check, front: Front, arms: Sequence[Arm], warm: Sequence[Sequence[int]]
+) -> None:
     """Fail where a load reads other bytes than it must, or by another number of calls.
 
-    ``arms`` : without a cache, with one for everything, with a small one
+    Parameters
+    ----------
+    arms : without a cache, with one for everything, with a small one
+    warm : experts by layer that the small one may begin with, as many as it has slots
     """
     off, everything, paged = arms
     for arm in (off, everything):
@@ -296,9 +318,11 @@ def judge_reads(check: Check, front: Front, arms: Sequence[Arm]) -> None:
     for load in paged.loads:
         if load.paged is None:
             check.fail(Failure("not exercised: paged: all experts are in memory; give it less"))
-        touched = front.of_experts(load.reads)
-        _same(check, "paged: reads of experts by a load", 0, int(touched.sum()))
-        rest = load.reads[~touched]
+        slots = 0 if load.paged is None else load.paged["slots"]
+        first = {(layer, e) for layer, experts in enumerate(warm) for e in experts[:slots]}
+        others = front.of_experts(load.reads, first)
+        _same(check, "paged: reads of experts by a load", 0, int(others.sum()))
+        rest = load.reads[~front.of_experts(load.reads)]
         _same(check, "paged: bytes of all but experts", dense_bytes, _bytes(rest))
         _same(check, "paged: bytes that a load reads twice", 0, read_twice(rest))
 

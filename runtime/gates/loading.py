@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,7 +156,10 @@ def main() -> None:
     if asked["cache"] is not None:
         from ds4q.runtime.experts.options import CacheOptions
 
-        options["cache"] = CacheOptions(**asked["cache"])
+        cache = asked["cache"]
+        if "profile" in cache:
+            cache["profile"] = Path(cache["profile"])
+        options["cache"] = CacheOptions(**cache)
     reads = Reads(path)
     reads.watch()
     try:

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.report import Check
 from ds4q.runtime.errors import GateError
+from ds4q.runtime.experts.profile import Profile, write_profile
 from ds4q.runtime.gates import LoadTime, load_time, loading
 from ds4q.runtime.gates.load_time import Front
 from ds4q.runtime.gates.loading import I64, Load
@@ -234,6 +236,36 @@ def test_a_load_that_reads_something_else_is_red(
         assert any(found.startswith(line) for found in lines(check)), lines(check)
 
 
+def test_a_small_cache_may_begin_with_as_many_experts_of_its_profile_as_it_has_slots(
+    loads: Loads, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "profile"
+    identity = Front.read(loads.path).identity
+    ranked = ((3, 9, 8, 7, 5), (), (), ())
+    write_profile(path, Profile(identity, ranked, tuple((1,) * len(ids) for ids in ranked)))
+    with Reader(loads.path) as reader:
+        entries = {
+            expert: [reader.tensors[f"layers.0.ffn.experts.{expert}.w{w}.weight"] for w in "123"]
+            for expert in (*ranked[0], 4)
+        }
+    dense = loads.reads["paged"]
+
+    def read(*experts: int) -> None:
+        tensors = [entry for expert in experts for entry in entries[expert]]
+        loads.reads["paged"] = [*dense, *([entry.offset, entry.nbytes, 0] for entry in tensors)]
+
+    read(3, 9, 8, 7)
+    check = run(runs=1, profile=path)
+    assert check.ok, lines(check)
+    assert loads.asked[-1][1]["cache"] == {"slots": 4, "profile": str(path)}
+    for other in (5, 4):
+        read(3, other)
+        said = lines(run(runs=1, profile=path))
+        assert said == ["paged: reads of experts by a load: expected 0, found 3"]
+    read(3)
+    assert lines(run(runs=1)) == ["paged: reads of experts by a load: expected 0, found 3"]
+
+
 def test_what_one_run_reads_all_runs_read(
     loads: Loads, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,9 +380,87 @@ def test_a_baseline_of_something_else_is_refused(
 
 # ---------------------------------------------------------------- real processes and files
 
+MUTANTS = {
+    "a store that touches experts while off": (
+        "off",
+        """
+from ds4q.runtime.experts.resident import ResidentExperts
 
-def test_a_load_in_a_process_of_its_own_tells_every_read(lossless: Path) -> None:
-    load = loading.measure(lossless, threads=1)
+honest = ResidentExperts.bands
+
+def bands(self, layer, ids, phase):
+    with Reader(PATH) as reader:
+        reader.read("layers.0.ffn.experts.0.w1.weight")
+    yield from honest(self, layer, ids, phase)
+
+ResidentExperts.bands = bands
+""",
+        "off: reads after the load: expected 0, found ",
+    ),
+    "each expert read singly at load": (
+        "paged",
+        """
+from ds4q.runtime.experts.cache import ExpertCache
+
+honest = ExpertCache.attach
+
+def attach(self, routers):
+    for layer in range(len(routers)):
+        for expert in range(16):
+            self.store.pager.acquire(layer, [expert], "prefill").release()
+    honest(self, routers)
+
+ExpertCache.attach = attach
+""",
+        "paged: reads of experts by a load: expected 0, found ",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def honest(lossless: Path) -> dict[str, Load]:
+    return {
+        "off": loading.measure(lossless, threads=1),
+        "paged": loading.measure(lossless, threads=1, cache={"slots": 4}),
+    }
+
+
+def judged(path: Path, found: dict[str, Load]) -> list[str]:
+    """What the gate says of these loads; the cache for everything is as if there were none."""
+    arms = [load_time.Arm(name, None) for name in ("off", "all", "paged")]
+    for arm in arms:
+        arm.loads.append(found.get(arm.name, found["off"]))
+    check = Check("load-time")
+    load_time.judge_reads(check, Front.read(path), arms, ())
+    return lines(check)
+
+
+def test_real_loads_are_green(lossless: Path, honest: dict[str, Load]) -> None:
+    assert judged(lossless, honest) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_real_loads_of_a_mutant_are_red(
+    mutant: str,
+    lossless: Path,
+    honest: dict[str, Load],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process finds a module in its path that changes the package before it is measured."""
+    name, code, says = MUTANTS[mutant]
+    front = f"from ds4q.artifact.hfq import Reader\nPATH = {os.fspath(lossless)!r}\n"
+    (tmp_path / "sitecustomize.py").write_text(front + code)
+    monkeypatch.syspath_prepend(tmp_path)
+    cache = {"slots": 4} if name == "paged" else None
+    load = loading.measure(lossless, threads=1, cache=cache)
+    assert any(line.startswith(says) for line in judged(lossless, honest | {name: load}))
+
+
+def test_a_load_in_a_process_of_its_own_tells_every_read(
+    lossless: Path, honest: dict[str, Load]
+) -> None:
+    load = honest["off"]
     tensors = reads_of(lossless)[1:]
     assert sorted(load.reads.tolist())[-len(tensors) :] == sorted(tensors)
     assert int(load.reads[:, 1].sum()) == lossless.stat().st_size
@@ -358,6 +468,9 @@ def test_a_load_in_a_process_of_its_own_tells_every_read(lossless: Path) -> None
     assert len(load.later) == 0
     assert load.paged is None
     assert 0 < load.seconds < load.first_token_s
+    paged = honest["paged"]
+    assert paged.paged is not None
+    assert len(paged.later) > 0, "of the first token"
 
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
@@ -420,9 +533,12 @@ def test_bytes_read_twice_are_counted_once_each() -> None:
 
 
 def test_direct_reads_may_have_pages_of_neighbours() -> None:
-    front = Front("x", np.array([[5000, 15000], [15000, 25000]], np.int64))
+    spans = np.array([[5000, 15000], [15000, 25000]], np.int64)
+    front = Front("x", spans, np.array([[0, 1], [2, 3]], np.int64))
     reads = [[0, 5000, 0], [0, 5001, 0], [0, 8192, 1], [4096, 12288, 1], [24576, 4096, 1]]
     assert front.of_experts(as_reads(reads)).tolist() == [False, True, False, True, False]
+    assert front.of_experts(as_reads(reads), [(0, 1)]).tolist() == [False] * 5
+    assert front.of_experts(as_reads([[0, 15001, 0]]), [(0, 1)]).tolist() == [True]
     assert front.expert_bytes == 20000
 
 
