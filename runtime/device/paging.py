@@ -214,13 +214,17 @@ class DevicePaging:
         return None if np.array_equal(band, chosen) else band
 
     def _send(self, band: I32) -> None:
-        """Bring a band's ids up; the copy before reads the host's until it has been made."""
-        if self._sent is not None:
-            self._sent.wait()
+        """Bring a band's ids up."""
+        self._await_ids()
         held = self._up.array.view(np.int32)[: band.size]
         held[:] = band.reshape(-1)
         self._backend.stream.upload(self._ids.place.address, held)
         self._sent = self._clock.mark()
+
+    def _await_ids(self) -> None:
+        """The last band's copy reads the host's ids until it has been made."""
+        if self._sent is not None:
+            self._sent.wait()
 
 
 def bands(
