@@ -4,12 +4,13 @@
 
 First table: a predictor fitted to the router states of ds4-tiny (and of ds4-random, which has
 learned nothing) on one text, judged on another, at several ranks and M, beside three that need no
-fit. Second table: the same memory, N slots a layer, once all for demanded experts and once N - M
-of them, with M for guesses; ds4-tiny decodes held-out text through the real pager, and two made-up
-streams of a layer of 256 experts, six to a token, are guessed with the recall that was published
-for them. An oracle, which knows the next layer's experts, shows what the best guess would gain.
+fit. Second table: the same memory, N slots a layer, once all for demanded experts and once N - Q
+of them, with Q for the best M guesses; ds4-tiny decodes held-out text through the real pager, and
+two made-up streams of layers of 256 experts, six to a token, are guessed with the recall that was
+published for such a model. An oracle, which knows the next layer's experts, shows what the best
+guess would gain.
 
-Guesses never displace demanded experts, so beside N - M slots alone they save exactly the reads
+Guesses never displace demanded experts, so beside N - Q slots alone they save exactly the reads
 that they made in time ("of slots"); what the slots themselves would have saved counts, too ("of
 memory"). Guesses pay where demands wait for fewer reads, and all reads together are at most 1.10
 times those without, at equal memory. Results go to ``results/prefetch_recall.csv`` and
@@ -45,7 +46,7 @@ from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.paged import PagedExperts
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.policy import DEFAULT_POLICY
-from ds4q.runtime.experts.predict import Guess, Oracle, Prefetcher, best
+from ds4q.runtime.experts.predict import Guess, Oracle, Prefetcher, best, guess_slots
 from ds4q.runtime.experts.reading import Done, Fill, Purpose
 from ds4q.runtime.experts.trace import read_trace
 from ds4q.runtime.text.corpus import bos_id, read_windows
@@ -69,13 +70,14 @@ PUBLISHED_RECALL = 0.756  # of 6 by the best 6, at rank 128
 
 @dataclass(frozen=True)
 class Row:
-    """Reads of a run, over its guessed layers; ``slots`` + ``m`` are the memory."""
+    """Reads of a run, over its guessed layers; ``memory`` counts all slots, ``aside`` is Q."""
 
     source: str
     memory: int
     share: float
     guess: str
     m: int
+    aside: int
     hit: float
     waits: int  # reads that a demand began
     used: int
@@ -152,9 +154,12 @@ def tiny(folder: Path, artifact: Path, adapter: Adapter, decoded: int) -> Iterat
         plain = CacheOptions(slots=memory, trace=folder / "run.trace")
         without = reads(artifact, plain, text)
         yield row("ds4-tiny", memory, memory / 16, "none", 0, without, without)
-        for m in (top for top in TOPS if memory - top >= 4):
+        for m in (top for top in TOPS if memory - guess_slots(top) >= 4):
             options = CacheOptions(
-                slots=memory - m, adapter=file, prefetch_top=m, trace=folder / "run.trace"
+                slots=memory - guess_slots(m),
+                adapter=file,
+                prefetch_top=m,
+                trace=folder / "run.trace",
             )
             for name in ("adapter", "oracle"):
                 guess = Oracle(read_trace(truth).bands()) if name == "oracle" else None
@@ -295,19 +300,20 @@ def stream(name: str) -> Iterator[Row]:
         memory = int(share * EXPERTS)
         without = drive(memory, 0, chosen, chosen)
         yield row(name, memory, share, "none", 0, without, without)
-        for m in (top for top in TOPS if memory - top >= CHOSEN):
+        for m in (top for top in TOPS if memory - guess_slots(top) >= CHOSEN):
             for guess, named in guesses.items():
-                found = drive(memory - m, m, chosen, named[..., :m])
+                aside = guess_slots(m)
+                found = drive(memory - aside, aside, chosen, named[..., :m])
                 yield row(name, memory, share, guess, m, found, without)
 
 
-def drive(slots: int, m: int, chosen: I64, named: I64) -> Reads:
+def drive(slots: int, aside: int, chosen: I64, named: I64) -> Reads:
     """The stream through the pager; each layer's guesses are there before it asks."""
-    with pager(slots, m) as made:
+    with pager(slots, aside) as made:
         for t in range(STREAM_TOKENS):
             for layer in range(LAYERS):
                 made.acquire(layer, chosen[t, layer].tolist(), "decode").release()
-                if m and layer + 1 < LAYERS:
+                if aside and layer + 1 < LAYERS:
                     ahead = named[t, layer + 1].tolist()
                     made.prefetch(layer + 1, ahead, Purpose.SPECULATIVE)
         counts = made.counters()
@@ -328,6 +334,7 @@ def row(
         share,
         guess,
         m,
+        guess_slots(m) if m else 0,
         1 - (found.waits + found.used) / found.distinct,
         found.waits,
         found.used,
@@ -337,7 +344,8 @@ def row(
         (found.waits + found.issued) / without.waits,
     )
     print(
-        f"{source:9} {memory:3} slots ({share:3.0%})  {guess:16} M {m}  resident {made.hit:5.1%}  "
+        f"{source:9} {memory:3} slots ({share:3.0%})  {guess:16} M {m} Q {made.aside}  "
+        f"resident {made.hit:5.1%}  "
         f"waits {made.waits:5} ({made.waits_of_memory:.2f}x)  issued {made.issued:5}, "
         f"used {made.used:5}  reads {made.reads_of_slots:.2f}x of slots, "
         f"{made.reads_of_memory:.2f}x of memory",

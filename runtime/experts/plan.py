@@ -14,7 +14,7 @@ from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.budget import RESERVE_BYTES, available_bytes, grant
 from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.options import CacheOptions
-from ds4q.runtime.experts.predict import DEFAULT_TOP
+from ds4q.runtime.experts.predict import guess_slots
 
 _RESERVE_PART = 8  # of what is free, where that is little
 
@@ -129,7 +129,7 @@ def _too_small(catalogue: Catalogue, least: int, budget: int, held: int) -> Cach
 
 def _ahead(config: ModelConfig, options: CacheOptions) -> tuple[int, ...]:
     """Slots by layer for reads ahead of their use: certain ones of hash layers, else guesses."""
-    guesses = 0 if options.adapter is None else options.prefetch_top or DEFAULT_TOP
+    guesses = 0 if options.adapter is None else guess_slots(options.prefetch_top)
     return tuple(
         config.num_experts_per_tok if config.is_hash_layer(layer) else guesses
         for layer in range(config.num_hidden_layers)

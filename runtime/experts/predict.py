@@ -33,6 +33,15 @@ _JUDGED_EVERY_TOKENS = 16
 _JUDGED_FROM_TOKENS = 32
 
 
+def guess_slots(top: int | None) -> int:
+    """Slots of a layer for what is guessed, of ``top`` guesses a token (None: ``DEFAULT_TOP``).
+
+    Half of the best guesses are resident anyway. More slots than this were worth less than as many
+    more for demanded experts, at every size of cache that was tried (benchmarks/prefetch.py).
+    """
+    return ((DEFAULT_TOP if top is None else top) + 1) // 2
+
+
 class Slots(Protocol):
     """What reads ahead are asked of: a ``Pager``."""
 

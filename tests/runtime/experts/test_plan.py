@@ -12,7 +12,6 @@ import pytest
 from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.catalogue import Geometry
 from ds4q.runtime.experts.plan import Plan, plan_slots
-from ds4q.runtime.experts.predict import DEFAULT_TOP
 from tests.checks import check_refused
 
 GIB = 1 << 30
@@ -87,11 +86,11 @@ def test_hash_layers_read_ahead_into_what_no_whole_slot_fills() -> None:
     assert planned(MQ2, budget=11 * per_slot - 1).counts == (16,) * 3 + (10,) * 40
 
 
-@pytest.mark.parametrize("top", [None, 1, 9])
-def test_a_predictor_takes_its_slots_of_the_budget(top: int | None) -> None:
+@pytest.mark.parametrize(("top", "aside"), [(None, 1), (1, 1), (2, 1), (9, 5)])
+def test_a_predictor_takes_its_slots_of_the_budget(top: int | None, aside: int) -> None:
     budget = 20 * GIB
     plan = planned(MQ2, budget=budget, adapter=Path("a"), prefetch_top=top)
-    assert plan.quarantine == (6,) * 3 + (top or DEFAULT_TOP,) * 40
+    assert plan.quarantine == (6,) * 3 + (aside,) * 40
     used = sum(plan.counts) * MQ2.nbytes
     assert used <= budget < used + 43 * MQ2.nbytes
 
@@ -125,7 +124,7 @@ def test_below_the_minimum_names_it(budget: int) -> None:
 
 def test_a_predictor_needs_more_than_the_minimum() -> None:
     least = 6 * 43 * MQ2.nbytes
-    ahead = (3 * 6 + 40 * DEFAULT_TOP) * MQ2.nbytes
+    ahead = (3 * 6 + 40 * 1) * MQ2.nbytes
     check_refused(
         CacheError,
         lambda: planned(MQ2, budget=least, adapter=Path("a")),
