@@ -132,6 +132,7 @@ class Engine:
             opened = None
             if cache is None:
                 experts = ResidentExperts(config, source, path=reader.path)
+                laps.lap("pools")
             else:
                 context = checked_context(config, max_context, batch_tokens)
                 opened = open_cache(

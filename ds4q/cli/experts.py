@@ -222,10 +222,16 @@ def cache_report(
     return report
 
 
-def say_cache(report: Mapping[str, Any]) -> None:
+def say_cache(report: Mapping[str, Any], *, verbose: bool) -> None:
     """The figures of ``cache_report`` on stderr."""
     if not report["paging"]:
         return
+    if verbose and (memory := report.get("memory")):
+        say(
+            f"expert cache: {report['slots']} slots a layer by {report['policy']}, "
+            f"{amount_text(memory['slots_bytes'])} of which {amount_text(memory['wasted_bytes'])} "
+            f"stay empty, and {amount_text(memory['staging_bytes'])} to read through"
+        )
     for phase in ("prefill", "decode"):
         counts = report[phase]
         asked = counts["distinct"]

@@ -349,7 +349,9 @@ def _load_hip(how: _How, tokens: int, report: Progress) -> tuple[HipEngine, dict
     tokens = _context(how.file, tokens)
     # Few answers use a large --max-tokens up: caches for more than usual grow when they must.
     sized = tokens if tokens <= FIRST_TOKENS else None
-    engine = HipEngine.load(how.file, max_context=sized, progress=report, cache=how.cache)
+    engine = HipEngine.load(
+        how.file, max_context=sized, progress=report, cache=how.cache, spread=how.spread
+    )
     facts = engine.backend.facts()
     if not how.quiet:
         say(f"device: {facts['name']} ({facts['arch']})")
@@ -460,7 +462,7 @@ def _say_statistics(report: Mapping[str, Any], load_s: Mapping[str, float] | Non
         f"ended by: {report['finish_reason'] or 'interrupt'}"
     )
     if report["cache"] is not None:
-        say_cache(report["cache"])
+        say_cache(report["cache"], verbose=load_s is not None)
 
 
 def _rate_text(seconds: float, rate: float | None) -> str:

@@ -63,6 +63,7 @@ class ExpertCache:
         self._recorder = opened.recorder
         self._adapter = opened.adapter
         self._profile = opened.profile
+        self._memory = opened.memory
         self._stack = opened.stack.pop_all()
         self._states: StateRecorder | None = None
         self._listeners: list[Routed] = []
@@ -94,7 +95,11 @@ class ExpertCache:
         """What pager and transport counted; None where nothing is paged."""
         if not isinstance(self.store, PagedExperts):
             return None
-        return {"policy": self._options.policy or DEFAULT_POLICY} | self.store.counters()
+        return {
+            "policy": self._options.policy or DEFAULT_POLICY,
+            "memory": self._memory,
+            **self.store.counters(),
+        }
 
     def close(self) -> None:
         """End all reading and finish the trace; a second call does nothing."""
@@ -135,8 +140,8 @@ def open_cache(
     Parameters
     ----------
     state_bytes : of the sequences that will run beside it
-    laps : gets the time of planning as "audit", of decode tables as "tables", of slots and threads
-        as "pools"
+    laps : gets the time of planning and of the receipt as "audit", of decode tables as "tables", of
+        slots and threads as "pools"
 
     Raises
     ------
@@ -188,6 +193,7 @@ class _Opening:
         self.adapter: Adapter | None = None
         self.profile: Profile | None = None
         self.recorder: Recorder | None = None
+        self.memory: dict[str, int] = {}
         self.catalogue = Catalogue(config, source, path=reader.path, bind=False)
 
     def refuse(self, state_bytes: int) -> None:
@@ -205,12 +211,13 @@ class _Opening:
             )
         if options.paged:
             dense_bytes = sum(e.nbytes for e in self.reader.tensors.values()) - catalogue.file_bytes
+            staging_bytes = READ_THREADS * max(record.nbytes for record in catalogue)
             self.plan = plan_slots(
                 catalogue,
                 self.config,
                 options,
                 owned=len(self.ownership.owned),
-                needed=dense_bytes + state_bytes,
+                needed=dense_bytes + state_bytes + staging_bytes,
             )
         elif isinstance(options.budget, int):
             self._check_owned(options.budget)
@@ -274,11 +281,18 @@ class _Opening:
         digests = None
         if options.check_reads:
             digests = Digests.of(self.reader, notes, require=options.require_receipt)
+        self.laps.lap("audit")
         catalogue.bind(self.source)
         self.laps.lap("tables")
         slots = HostSlots(catalogue.geometry, plan.counts)
         files = ExpertReader(self.reader, catalogue, digests=digests, bounces=READ_THREADS)
         self.stack.callback(files.close)
+        by_layer = zip(plan.counts, catalogue.geometry, strict=True)
+        self.memory = {
+            "slots_bytes": sum(count * layer.nbytes for count, layer in by_layer),
+            "wasted_bytes": catalogue.wasted_bytes(plan.slots),
+            "staging_bytes": READ_THREADS * files.staging_bytes,
+        }
         notes += files.notes
         transport = HostTransport(catalogue, files, slots, threads=READ_THREADS)
         pager = Pager(

@@ -85,6 +85,7 @@ def test_statistics_of_paging(tiny_artifact: Path, least: int, tmp_path: Path) -
         for word in ("in memory", "first uses", "misses", "evictions", "read", "% io", "% rest"):
             assert word in line
     assert "expert reads: " in result.stderr
+    assert "expert cache: 4 slots a layer by auto, 1.87 MB of which " in result.stderr
     (line,) = (x for x in result.stderr.splitlines() if x.startswith("loading: open "))
     for part in ("open", "audit", "dense", "tables", "pools", "first kernel"):
         assert f"{part} 0." in line or f"{part} 1." in line

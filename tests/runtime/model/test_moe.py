@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ds4q.runtime.errors import RouterError
 from ds4q.runtime.model import hyper, moe
+from tests.checks import check_refused
 from tests.runtime.model.conftest import Operators, Trace
 
 F32 = np.float32
@@ -81,3 +84,20 @@ def test_trace_of_experts(
     assert np.array_equal(ids, np.take_along_axis(trace[f"{name}.route_idx"], expected, 1))
     known = np.take_along_axis(trace[f"{name}.route_w"], expected, 1)
     assert np.abs(weights - known).max() < TRACE
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_router_of_numbers_that_are_none_is_refused(
+    path: str, operators: Operators, prompt: npt.NDArray[np.int64], wrong: float
+) -> None:
+    """One expert's logit alone: it would only never be chosen."""
+    layer = operators.experts[3]
+    weight = dataclasses.replace(layer._gate, data=layer._gate.data.copy())
+    values = weight.data.view("<u2").reshape(weight.rows, weight.cols)
+    values[7] = np.float32(wrong).view(np.uint32) >> 16  # BF16
+    x = np.ones((2, weight.cols), dtype=F32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "_gate", weight)
+        check_refused(
+            RouterError, lambda: layer.forward(x, operators.step(prompt[:2])), says=["layer 3"]
+        )
