@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import errno
-import mmap
 import os
 import queue
 import threading
@@ -104,6 +103,15 @@ def runs(record: Record) -> Iterator[Run]:
             first = last
 
 
+def staging_bytes(record: Record) -> int:
+    """Length of a buffer, wherever it begins, that the expert can be staged in.
+
+    Each of at most three reads is longer than what it brings by less than two pages, and what is
+    before the buffer's first page is left free.
+    """
+    return record.nbytes + 7 * PAGE
+
+
 class Latencies:
     """Percentiles of any number of durations in fixed memory, to within 5 %."""
 
@@ -125,11 +133,6 @@ class Latencies:
         return round(_EDGES_US[min(edge, len(_EDGES_US) - 1)])
 
 
-def aligned_buffer(nbytes: int) -> U8:
-    """(nbytes,) u8 that begins at a page, as O_DIRECT wants it."""
-    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)
-
-
 class ExpertReader:
     """Reads experts of one artifact through file handles of its own; any thread may read.
 
@@ -138,7 +141,7 @@ class ExpertReader:
     reader : the open artifact; not used after construction
     records : all experts that will be read; they bound the buffers
     digests : compared with every expert that is read; None: nothing is compared
-    bounces : page-aligned buffers for ``read``; more threads than that wait for each other
+    bounces : buffers for ``read``; more threads than that wait for each other
 
     Attributes
     ----------
@@ -161,9 +164,7 @@ class ExpertReader:
         self.path = reader.path
         self.notes: list[str] = []
         self._digests = digests
-        self.staging_bytes = max(
-            (sum(run.aligned[1] for run in runs(record)) for record in records), default=0
-        )
+        self.staging_bytes = max(map(staging_bytes, records), default=0)
         self._lock = threading.Lock()
         self._latencies = Latencies()
         self._counts = dict.fromkeys(
@@ -191,7 +192,7 @@ class ExpertReader:
             raise
         self._bounces: queue.SimpleQueue[U8] = queue.SimpleQueue()
         for _ in range(bounces):
-            self._bounces.put(aligned_buffer(self.staging_bytes))
+            self._bounces.put(np.empty(self.staging_bytes, dtype=np.uint8))
 
     def read(self, record: Record, gate: U8, up: U8, down: U8) -> None:
         """Fill three contiguous buffers, each of exactly its tensor's length, and check them.
@@ -221,7 +222,7 @@ class ExpertReader:
 
         Parameters
         ----------
-        staging : (at least ``staging_bytes``,) u8 that begins at a page
+        staging : (at least ``staging_bytes``,) u8, contiguous
 
         Returns
         -------
@@ -328,7 +329,7 @@ class ExpertReader:
     def _read_direct(self, record: Record, staging: U8) -> Parts:
         """As ``stage``; buffered where the file system refuses."""
         found: dict[TensorEntry, U8] = {}
-        at = 0
+        at = -staging.ctypes.data % PAGE
         for run in runs(record):
             start, nbytes = run.aligned
             window = staging[at : at + nbytes]

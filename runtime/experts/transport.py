@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ds4q.runtime.experts.catalogue import Catalogue, Key, Record
 from ds4q.runtime.experts.fillqueue import FillQueue
-from ds4q.runtime.experts.reading import Done, ExpertReader, Fill, aligned_buffer
+from ds4q.runtime.experts.reading import Done, ExpertReader, Fill
 from ds4q.runtime.experts.transform import Parts
 
 U8 = npt.NDArray[np.uint8]
@@ -47,7 +47,7 @@ class HostTransport:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("fills_transformed", "transform_us", "bytes_written"), 0)
         whole = 0 if catalogue.transform is None else reader.staging_bytes
-        fillers = [partial(self._fill, aligned_buffer(whole)) for _ in range(threads)]
+        fillers = [partial(self._fill, np.empty(whole, dtype=np.uint8)) for _ in range(threads)]
         self._queue = FillQueue(reader.path, fillers)
 
     def start(self, fills: Sequence[Fill], done: Done) -> None:
