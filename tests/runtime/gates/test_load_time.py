@@ -14,12 +14,10 @@ import pytest
 
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check
-from ds4q.runtime.errors import GateError
 from ds4q.runtime.experts.profile import Profile, write_profile
 from ds4q.runtime.gates import LoadTime, load_time, loading
 from ds4q.runtime.gates.load_time import Front
 from ds4q.runtime.gates.loading import I64, Load
-from ds4q.runtime.gates.pagecache import cached_bytes, drop
 from tests.runtime.gates.tiny import Measure
 
 EXPERT_BYTES = 192 * 38912  # 4 layers of 16 experts of three matrices
@@ -457,56 +455,6 @@ def test_real_loads_of_a_mutant_are_red(
     assert any(line.startswith(says) for line in judged(lossless, honest | {name: load}))
 
 
-def test_a_load_in_a_process_of_its_own_tells_every_read(
-    lossless: Path, honest: dict[str, Load]
-) -> None:
-    load = honest["off"]
-    tensors = reads_of(lossless)[1:]
-    assert sorted(load.reads.tolist())[-len(tensors) :] == sorted(tensors)
-    assert int(load.reads[:, 1].sum()) == lossless.stat().st_size
-    assert load_time.read_twice(load.reads) == 0
-    assert len(load.later) == 0
-    assert load.paged is None
-    assert 0 < load.seconds < load.first_token_s
-    paged = honest["paged"]
-    assert paged.paged is not None
-    assert len(paged.later) > 0, "of the first token"
-
-
-def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
-    path = tmp_path / "x.hfq"
-    path.write_bytes(b"HFQM")
-    with pytest.raises(GateError, match=r"the process that loads it failed.*x\.hfq"):
-        loading.measure(path, threads=1)
-
-
-def test_a_process_that_hangs_is_ended(lossless: Path) -> None:
-    with pytest.raises(GateError, match="did not end: expected at most"):
-        loading.measure(lossless, threads=1, limit_s=0.01)
-
-
-def test_every_way_to_read_is_counted_and_other_files_are_not(tmp_path: Path) -> None:
-    path, other = tmp_path / "a", tmp_path / "b"
-    path.write_bytes(bytes(10_000))
-    other.write_bytes(bytes(10))
-    names = {name: getattr(os, name) for name in loading.Reads._CALLS}
-    reads = loading.Reads(os.fspath(path))
-    try:
-        reads.watch()
-        for file in (path, other):
-            fd = os.open(file, os.O_RDONLY)
-            os.pread(fd, 5, 3)
-            os.preadv(fd, [bytearray(4), bytearray(2)], 4)
-            os.read(fd, 2)
-            os.readv(fd, [bytearray(1)])
-            os.close(fd)
-        assert reads.take() == [(3, 5, 0), (4, 6, 0), (0, 2, 0), (2, 1, 0)]
-        assert reads.take() == []
-    finally:
-        for name, call in names.items():
-            setattr(os, name, call)
-
-
 def test_a_plain_read_covers_what_a_load_read(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "a"
     path.write_bytes(bytes(100))
@@ -540,12 +488,3 @@ def test_direct_reads_may_have_pages_of_neighbours() -> None:
     assert front.of_experts(as_reads(reads), [(0, 1)]).tolist() == [False] * 5
     assert front.of_experts(as_reads([[0, 15001, 0]]), [(0, 1)]).tolist() == [True]
     assert front.expert_bytes == 20000
-
-
-def test_the_page_cache_is_emptied_and_told(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(bytes(100_000))
-    assert cached_bytes(path) >= 100_000 or not drop(path)
-    assert drop(path) == (cached_bytes(path) == 0)
-    (tmp_path / "empty").touch()
-    assert cached_bytes(tmp_path / "empty") == 0
