@@ -48,7 +48,8 @@ class Policy(Protocol):
         """``expert`` is asked for: once a dispatch, after ``insert`` if it was not resident."""
 
     def insert(self, expert: int) -> None:
-        """``expert`` became resident."""
+        """``expert`` became resident. Until it is touched it goes first, the latest foremost: a
+        warm start brings what was used most before what was used less."""
 
     def remove(self, expert: int) -> None:
         """``expert`` is resident no longer."""
@@ -71,6 +72,7 @@ class LRU:
 
     def insert(self, expert: int) -> None:
         self._order[expert] = None
+        self._order.move_to_end(expert, last=False)
 
     def remove(self, expert: int) -> None:
         del self._order[expert]
@@ -92,7 +94,7 @@ class LFU:
     def __init__(self, experts: int, decay: float) -> None:
         self._growth = 1 / decay
         self._weight = 1.0
-        self._clock = 0
+        self._clock = self._arrivals = 0
         self._count = [0.0] * experts
         self._used = [0] * experts
         self._resident = [False] * experts
@@ -116,6 +118,9 @@ class LFU:
     def insert(self, expert: int) -> None:
         self._resident[expert] = True
         if not self._queued[expert]:
+            if not self._count[expert]:
+                self._arrivals += 1
+                self._used[expert] = -self._arrivals
             self._queued[expert] = True
             heapq.heappush(self._heap, self._entry(expert))
 
@@ -180,6 +185,7 @@ class SLRU:
 
     def insert(self, expert: int) -> None:
         self._probation[expert] = None
+        self._probation.move_to_end(expert, last=False)
         self._new.add(expert)
 
     def remove(self, expert: int) -> None:

@@ -40,7 +40,7 @@ class SlowLRU:
         self.order.append(expert)
 
     def insert(self, expert: int) -> None:
-        self.order.append(expert)
+        self.order.insert(0, expert)
 
     def remove(self, expert: int) -> None:
         self.order.remove(expert)
@@ -93,7 +93,7 @@ class SlowSLRU:
         pass
 
     def insert(self, expert: int) -> None:
-        self.probation.append(expert)
+        self.probation.insert(0, expert)
         self.fresh.add(expert)
 
     def touch(self, expert: int) -> None:
@@ -177,6 +177,22 @@ def test_a_failed_read_is_as_if_it_had_not_been(name: str) -> None:
     assert policy.victim(lambda e: True) == 1
     policy.remove(1)
     assert policy.victim(lambda e: True) is None
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_of_a_warm_start_the_least_used_goes_first(name: str) -> None:
+    (policy,) = make_policies(name, 1, SLOTS, EXPERTS)
+    for expert in (7, 3, 9):  # most used first
+        policy.insert(expert)
+    policy.tick()
+    policy.insert(1)
+    policy.touch(1)
+    policy.touch(9)
+    gone = []
+    while (victim := policy.victim(lambda e: True)) is not None:
+        policy.remove(victim)
+        gone.append(victim)
+    assert gone == [3, 7, 1, 9]
 
 
 def test_counts_outlive_residency() -> None:
