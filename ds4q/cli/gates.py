@@ -114,7 +114,7 @@ _OPTIONS = [
     click.option(
         "--cache-policy",
         "policies",
-        type=click.Choice(["lru", "lfu", "slru"]),
+        type=click.Choice(["auto", "lru", "lfu", "slru"]),
         multiple=True,
         show_default="the one that run takes",
         help="What a cache of neutrality evicts; repeatable: one more run each.",

@@ -310,6 +310,10 @@ def _exercised(check: Check, arm: Arm, counters: dict[str, Any] | None) -> dict[
                 found=told["evictions"],
             )
         )
+    if arm.cache.adapter is not None:
+        told["prefetched"] = counters["speculative"]["issued"]
+        if arm.evicts and not told["prefetched"]:
+            check.fail(Failure(f"not exercised: {arm.name} read nothing ahead"))
     return {"slots": counters["slots"]} | told
 
 

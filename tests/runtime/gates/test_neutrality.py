@@ -41,6 +41,7 @@ class Fake:
     touched: int = 9
     layers: int = LAYERS
     fewer: int = 0  # slots than it was asked for
+    ahead: int = 7  # guesses that were read
     fed: list[list[int]] = field(default_factory=list)
 
     def new_state(self) -> Sequence:
@@ -70,7 +71,8 @@ class Fake:
             return None
         slots = (self.cache.slots or 5) - self.fewer
         many = {"evictions": 3 if slots < self.touched else 0, "misses": 2, "hits": 1}
-        return {"prefill": many, "decode": many, "slots": slots}
+        ahead = {"issued": self.ahead}
+        return {"prefill": many, "decode": many, "speculative": ahead, "slots": slots}
 
 
 def honest(engine: Fake, logits: Logits, ids: npt.NDArray[np.int64], position: int) -> Logits:
@@ -87,6 +89,7 @@ class Bench:
     patch: pytest.MonkeyPatch
     touched: int = 9
     fewer: int = 0
+    ahead: int = 7
     engines: list[Fake] = field(default_factory=list)
 
     def run(self, gate: Neutrality, spoil: Spoil = honest, **where: Any) -> Any:
@@ -94,7 +97,7 @@ class Bench:
         def running(
             model: Model, where: Surroundings, cache: CacheOptions | None, layers: int | None
         ) -> Iterator[Fake]:
-            engine = Fake(cache, spoil, self.touched, layers or LAYERS, self.fewer)
+            engine = Fake(cache, spoil, self.touched, layers or LAYERS, self.fewer, self.ahead)
             self.engines.append(engine)
             yield engine
 
@@ -154,6 +157,7 @@ def test_policies_prefetch_size_and_layers_reach_the_arms(bench: Bench, tmp_path
         *("fits", "thrashes (lru)", "thrashes (slru)", "fits, prefetch", "thrashes, prefetch")
     ]
     assert {engine.layers for engine in bench.engines} == {3}
+    assert check.figures["arms"]["thrashes, prefetch"]["prefetched"] == 7
     assert (check.figures["layers"], check.figures["fast"]) == (3, True)
     assert "fast: only layers 0 to 2 ran" in check.notes
 
@@ -253,6 +257,12 @@ def test_a_cache_that_evicts_where_it_should_hold_everything_is_red(bench: Bench
     (failure,) = bench.run(Neutrality(tokens=1)).failures
     assert failure.message.startswith("not exercised: fits evicted")
     assert failure.found == 6
+
+
+def test_a_prefetch_that_reads_nothing_is_red(bench: Bench, tmp_path: Path) -> None:
+    bench.ahead = 0
+    (failure,) = bench.run(Neutrality(tokens=1, adapter=tmp_path / "a")).failures
+    assert failure.message == "not exercised: thrashes, prefetch read nothing ahead"
 
 
 def test_a_cache_that_pages_nothing_is_red(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
