@@ -13,7 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ds4q.cli import main
+from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.experts.trace import read_trace
+from tests.runtime import mixed
+from tests.runtime.artifacts import DATA, config_of, pack, write
+
+RANDOM = DATA / "ds4-random"
 
 ASK = ["--prompt-ids", "256,258,104,105,259,261", "--temp", "0", "--max-tokens", "12"]
 
@@ -242,3 +247,45 @@ def test_options_come_from_the_environment(
 ) -> None:
     monkeypatch.setenv("DS4Q_RUN_EXPERT_CACHE", "1")
     assert "too small" in refused(tiny_artifact)
+
+
+@pytest.fixture(scope="module")
+def mixed_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ds4-random with experts of every type, of which two have decode tables."""
+    made, _, metadata = mixed.encode(pack(RANDOM), "dual", "zero")
+    path = tmp_path_factory.mktemp("mixed") / "mixed.hfq"
+    return write(path, config_of(RANDOM), made, rocmfpx=metadata)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hot_only_with_decode_tables(mixed_artifact: Path, rank: int) -> None:
+    owner = ["--expert-owner", f"{rank}/2"]
+    hot = answer(mixed_artifact, *owner, "--cold", "none")
+    paged = answer(mixed_artifact, *owner, "--expert-cache", "3MB")
+    assert paged["ids"] == hot["ids"] != answer(mixed_artifact)["ids"]
+    assert paged["cache"]["decode"]["evictions"] > 0
+
+
+def test_prefetch_by_a_predictor(
+    tiny_artifact: Path, resident: dict[str, Any], tmp_path: Path
+) -> None:
+    trace, predictor = tmp_path / "run.trace", tmp_path / "run.adapter"
+    found = answer(tiny_artifact, "--trace", str(trace), "--trace-states", "--max-tokens", "40")
+    assert found["cache"] is None
+    command = ["adapter", "train", str(trace), "-o", str(predictor), "--rank", "8"]
+    trained = CliRunner().invoke(main, command)
+    assert trained.exit_code == 0, trained.output
+    options = ["--expert-cache", "3MB", "--prefetch", str(predictor), "--prefetch-top", "2"]
+    found = answer(tiny_artifact, *options)
+    assert found["ids"] == resident["ids"]
+    assert found["cache"]["speculative"]["issued"] > 0
+
+
+def test_paging_on_a_device(
+    sim: Control, tiny_artifact: Path, resident: dict[str, Any], least: int
+) -> None:
+    options = ["--max-tokens", "2", "--device", "hip", "--expert-cache", str(least)]
+    found = answer(tiny_artifact, *options)
+    assert found["ids"] == resident["ids"][:2]
+    assert found["cache"]["paging"] is True
+    assert found["cache"]["decode"]["evictions"] > 0
