@@ -71,6 +71,7 @@ bench: setup ## the benchmarks; results go to benchmarks/results
 	$(RUN) benchmarks.quality
 	$(RUN) benchmarks.imatrix
 	$(RUN) benchmarks.frontier
+	$(RUN) benchmarks.load_time
 
 bench-gpu: setup ## the benchmark of kernels, a decode step and loading on a GPU
 	$(RUN) benchmarks.gpu --record
