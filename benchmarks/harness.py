@@ -49,7 +49,8 @@ class Times:
     @property
     def cpu_per_wall(self) -> float:
         """CPU seconds of this process per wall second: the number of cores that it really had."""
-        return sum(self.cpu) / sum(self.wall)
+        wall = sum(self.wall)
+        return sum(self.cpu) / wall if wall else 0.0
 
 
 def alternate(sides: Mapping[str, Callable[[], object]], repeats: int = 7) -> dict[str, Times]:
