@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,12 @@ import pytest
 from ds4q.artifact.errors import ReceiptError, TruncatedError
 from ds4q.runtime.collect import Collector
 from ds4q.runtime.engine import Engine
-from ds4q.runtime.errors import CacheError, ExpertRangeError, ExpertReadError
+from ds4q.runtime.errors import (
+    CacheError,
+    ExpertRangeError,
+    ExpertReadError,
+    TransportClosedError,
+)
 from ds4q.runtime.experts import cache as cache_module
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.paged import PagedExperts
@@ -302,6 +308,21 @@ def test_a_failed_load_leaves_nothing_open(
     before = set(os.listdir("/proc/self/fd"))
     check_refused(CacheError, lambda: paged(random_path), says=[part])
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_closing_ends_every_thread_and_file(random_path: Path) -> None:
+    def open_things() -> tuple[set[str], set[str]]:
+        threads = {thread.name for thread in threading.enumerate()}
+        return set(os.listdir("/proc/self/fd")), threads
+
+    before = open_things()
+    engine = paged(random_path)
+    greedy(engine, 1)
+    assert open_things() != before
+    engine.close()
+    assert open_things() == before
+    engine.close()
+    check_refused(TransportClosedError, lambda: greedy(engine, 1), path=random_path)
 
 
 def test_reads_are_checked_where_there_is_a_receipt(
