@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -35,16 +36,31 @@ Sizes take `8GiB` (1024s), `98GB` (1000s) or a number of bytes.
 """
 
 
-def help_text(name: str | None = None) -> str:
-    """What ``ds4q [NAME] --help`` prints on a terminal of ``WIDTH`` columns."""
-    with _context(main, "ds4q", None) as ctx:
-        if name is None:
-            return main.get_help(ctx)
-        command = main.get_command(ctx, name)
+def commands() -> dict[str, click.Command]:
+    """Every command by its words after ``ds4q``; those of a group follow it."""
+    found: dict[str, click.Command] = {}
+    for name in COMMANDS:
+        command = main.get_command(click.Context(main), name)
         if command is None:
             raise KeyError(name)
-        with _context(command, name, ctx) as inner:
-            return command.get_help(inner)
+        found[name] = command
+        if isinstance(command, click.Group):
+            found |= {f"{name} {word}": inner for word, inner in sorted(command.commands.items())}
+    return found
+
+
+def help_text(words: str) -> str:
+    """What ``ds4q WORDS --help`` prints on a terminal of ``WIDTH`` columns."""
+    with ExitStack() as stack:
+        command: click.Command = main
+        ctx = stack.enter_context(_context(main, "ds4q", None))
+        for word in words.split():
+            inner = command.get_command(ctx, word) if isinstance(command, click.Group) else None
+            if inner is None:
+                raise KeyError(words)
+            command = inner
+            ctx = stack.enter_context(_context(command, word, ctx))
+        return command.get_help(ctx)
 
 
 def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
@@ -60,9 +76,9 @@ def _context(command: click.Command, name: str, parent: click.Context | None) ->
 
 def page() -> str:
     """The whole of docs/cli.md."""
-    parts = [HEAD, "## ds4q\n", _block(help_text())]
-    for name in COMMANDS:
-        parts += [f"## ds4q {name}\n", _block(help_text(name))]
+    parts = [HEAD, "## ds4q\n", _block(help_text(""))]
+    for name in commands():
+        parts += [f"##{'#' * name.count(' ')} ds4q {name}\n", _block(help_text(name))]
     return "\n".join(parts)
 
 
