@@ -39,7 +39,7 @@ from benchmarks.harness import Recorder, Times
 from ds4q.artifact.hfq import Reader
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.streams import TO_DEVICE
-from ds4q.runtime.device import transport
+from ds4q.runtime.device import expert_cache, transport
 from ds4q.runtime.device.engine import HipEngine
 from ds4q.runtime.device.paging import DevicePaging
 from ds4q.runtime.engine import checked_config
@@ -63,6 +63,7 @@ PROMPT_TOKENS = 8
 WARM_STEPS = 8  # before steps are timed
 COPY_BYTES = (4_489_216, 13_500_416)  # one matrix of an expert in HFP4G32, and a whole one
 READBACKS = 50
+ZIPF = 1.2  # exponent of the tokens that are fed
 CLOSED = 0.05  # gain of an oracle below which no predictor is worth having
 
 
@@ -141,7 +142,10 @@ class Bench:
             self.config = checked_config(reader)
             self.identity = artifact_identity(reader)
         random = np.random.default_rng(5)
-        self.prompt = random.integers(2, self.config.vocab_size, PROMPT_TOKENS).tolist()
+        vocab = self.config.vocab_size
+        self.prompt = random.integers(2, vocab, PROMPT_TOKENS).tolist()
+        count = WARM_STEPS + options.tokens
+        self.fed = ((random.zipf(ZIPF, count) + 1) % vocab).tolist()
 
     def value(self, measure: str, value: float, unit: str) -> None:
         """A row for one figure."""
@@ -152,7 +156,11 @@ class Bench:
         cache: CacheOptions | None,
         prepare: Prepare = lambda engine: None,
     ) -> Run:
-        """Decode greedily after the prompt; only later steps are timed."""
+        """Feed the prompt, then token by token; only later steps are timed.
+
+        What is fed is drawn beforehand: greedy ids of random weights soon repeat. They are what is
+        compared.
+        """
         busy = Busy()
         if self.options.cold and not drop(self.path):
             raise SystemExit(f"{self.path}: the page cache keeps it")
@@ -163,13 +171,12 @@ class Bench:
             prepare(engine)
             state = engine.new_state()
             ids = [engine.next_id(state, self.prompt)]
-            for _ in range(WARM_STEPS):
-                ids.append(engine.next_id(state, [ids[-1]]))
+            ids += [engine.next_id(state, [token]) for token in self.fed[:WARM_STEPS]]
             before, times = _counts(engine), Times()
             began = time.perf_counter()
-            for _ in range(self.options.tokens):
+            for token in self.fed[WARM_STEPS:]:
                 wall, cpu = time.perf_counter(), time.process_time()
-                ids.append(engine.next_id(state, [ids[-1]]))
+                ids.append(engine.next_id(state, [token]))
                 times.wall.append(time.perf_counter() - wall)
                 times.cpu.append(time.process_time() - cpu)
             after = _counts(engine)
@@ -247,17 +254,19 @@ class Bench:
     def paged(self, name: str, run: Run, hit: Run) -> None:
         """Rows of a run that reads."""
         self.record.add(f"{name}: decode step", _ms(run.steps), "ms")
+        self.value(f"{name}: decode step, mean", 1000 * _mean(run.steps), "ms")
         nbytes = run.told("demand_bytes") + run.told("ahead_bytes")
         self.value(f"{name}: read and copied a step", nbytes / 1e6, "MB")
         self.value(f"{name}: demand misses a step", run.told("missed"), "experts")
         self.value(f"{name}: hits of distinct", run.counts["hit"] / run.counts["distinct"], "x")
         busy, steps = run.busy_s, len(run.steps.wall)
         self.value(f"{name}: read and copied while busy", nbytes * steps / busy / 1e9, "GB/s")
-        exposed = sum(run.steps.wall) - steps * hit.steps.median
+        exposed = sum(run.steps.wall) - steps * _mean(hit.steps)
         self.value(f"{name}: hidden share of reads and copies", 1 - exposed / busy, "x")
 
     def prefetch(self, slots: int, hit: Run, ids: Sequence[int], adapter: Adapter) -> None:
         """Steps with few slots, by what is read ahead; all at the same memory."""
+        expert_cache.THREADS = self.options.threads
         trace, top = self.folder / f"run{slots}.trace", self.options.top
         cache = CacheOptions(
             slots=slots,
@@ -288,7 +297,7 @@ class Bench:
             label = f"{slots} slots, read ahead: {name}"
             self.paged(label, run, hit)
             without = without or run
-            gain = without.steps.median / run.steps.median - 1
+            gain = _mean(without.steps) / _mean(run.steps) - 1
             self.value(f"{label}, faster", 100 * gain, "%")
         print(f"  can a predictor pay at {slots} slots: {'yes' if gain >= CLOSED else 'no'}")
 
@@ -367,6 +376,10 @@ def _paging(engine: HipEngine) -> DevicePaging:
     return engine._paging
 
 
+def _mean(times: Times) -> float:
+    return sum(times.wall) / len(times.wall)
+
+
 def _ms(times: Times) -> Times:
     return Times([1000 * each for each in times.wall], [1000 * each for each in times.cpu])
 
@@ -398,8 +411,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--artifact", type=Path, help="in place of a random model")
     parser.add_argument("--slots", type=int, nargs="+", default=[13, 64], help="of a layer")
-    parser.add_argument("--tokens", type=int, default=64, help="timed steps")
+    parser.add_argument("--tokens", type=int, default=128, help="timed steps")
     parser.add_argument("--fit", type=int, default=8192, help="tokens of the adapter's fit")
+    parser.add_argument("--threads", type=int, default=expert_cache.THREADS, help="that read")
     parser.add_argument("--top", type=int, default=6, help="guesses of the adapter")
     parser.add_argument(
         "--cold", action="store_true", help="drop the model from the page cache before each run"

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.hipkern.handles import Pinned
-from ds4q.runtime.backend.hip import HipBackend
+from ds4q.runtime.backend.hip import HipBackend, Launch
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.clock import Clock, Point
 from ds4q.runtime.device.layer import LayerProgram
-from ds4q.runtime.device.layout import Layout
+from ds4q.runtime.device.layout import Layout, Place
 from ds4q.runtime.device.pointers import PointerTables
 from ds4q.runtime.device.pools import ExpertPools
 from ds4q.runtime.device.scratch import Scratch
@@ -125,6 +125,8 @@ class DevicePaging:
             self._seen = backend.device.pinned(scratch.normed.nbytes)
         self._sent: Point | None = None
         self._dispatches = 0
+        self._owns_all = len(ownership.owned) == ids.experts
+        self._made: dict[tuple[int, int, int, bool], list[Launch]] = {}
         self._readbacks = 0
         self._io_s: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
         self._compute_s: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
@@ -150,10 +152,11 @@ class DevicePaging:
                 addresses = {e: self._pools.addresses(layer, s) for e, s in lease.slots.items()}
                 self._tables.point(layer, addresses)
                 place = self._scratch.experts
-                if (band := self._band(chosen, experts, first=number == 0)) is not None:
+                band = self._band(chosen, experts, first=number == 0, alone=len(cut) == 1)
+                if band is not None:
                     self._send(band)
                     place = self._ids.place
-                self._backend.run(self._layers[layer].experts(place, len(ids), shared=False))
+                self._backend.run(self._launches(layer, place, len(ids), shared=False))
                 lease.release(self._clock.mark())
 
     def counters(self) -> dict[str, Any]:
@@ -177,7 +180,7 @@ class DevicePaging:
     def _chosen(self, layer: int, tokens: I64, phase: Phase) -> I32:
         """The ids [T, K] of a layer's experts; the shared one's products are queued meanwhile."""
         stream, count = self._backend.stream, len(tokens)
-        shared = self._layers[layer].experts(self._ids.none, count, shared=True)
+        shared = self._launches(layer, self._ids.none, count, shared=True)
         known, seen = self._by_token.get(layer), self._seen
         if known is not None and seen is None:
             self._backend.run(shared)
@@ -200,18 +203,27 @@ class DevicePaging:
             self._predictor.see(layer, chosen.astype(np.int64), _NO_LOGITS, state)
         return chosen
 
-    def _band(self, chosen: I32, experts: Sequence[int], *, first: bool) -> I32 | None:
-        """Ids of a band [T, K]; None where they are all that were chosen.
+    def _band(self, chosen: I32, experts: Sequence[int], *, first: bool, alone: bool) -> I32 | None:
+        """Ids of a band [T, K]; None where they are those that were chosen.
 
         The rows of other ranks' experts are the first band's: zeros.
         """
+        if alone and self._owns_all:
+            return None
         lookup = np.full(self._experts, ELSEWHERE, np.int32)
         if first:
             lookup[: self._ownership.start] = ABSENT
             lookup[self._ownership.stop :] = ABSENT
         lookup[experts] = experts
         band: I32 = lookup[chosen]
-        return None if np.array_equal(band, chosen) else band
+        return band
+
+    def _launches(self, layer: int, ids: Place, count: int, *, shared: bool) -> list[Launch]:
+        """A layer's experts' launches; they are the same in every step."""
+        key = layer, id(ids), count, shared
+        if key not in self._made:
+            self._made[key] = list(self._layers[layer].experts(ids, count, shared=shared))
+        return self._made[key]
 
     def _send(self, band: I32) -> None:
         """Bring a band's ids up."""
