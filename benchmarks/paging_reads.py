@@ -43,13 +43,14 @@ from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose, Run, runs
 from ds4q.runtime.experts.slots import HostSlots
 from ds4q.runtime.experts.transform import WidthSlice
 from ds4q.runtime.experts.transport import HostTransport
-from ds4q.runtime.gates.pagecache import drop
+from ds4q.runtime.gates.pagecache import cached_bytes, drop
 from ds4q.runtime.source import Tensors
 from tests.quantize.builders import FLASH
 
 TARGET = 0.9
-SLOTS = 16  # more than reads at a time, so that none waits for a slot
+SLOTS = 16  # more than threads, so that none waits for a slot
 CHUNK_BYTES = 16 << 20
+SETTLING, SETTLING_S = 50, 0.05
 
 
 def write_experts(path: Path, experts: int) -> None:
@@ -158,19 +159,29 @@ class Ours:
         self.transport = HostTransport(self.catalogue, experts, slots, threads=threads)
 
     def fill(self) -> None:
-        ended = threading.Semaphore(0)
+        """Every expert once; the next one into the slot that was filled last."""
+        ended = threading.Event()
         errors: list[BaseException] = []
+        left = [self.catalogue.records[0][expert].key for expert in reversed(self.order)]
+        waiting = len(left)
+        lock = threading.Lock()
 
         def done(fill: Fill, error: BaseException | None) -> None:
+            nonlocal waiting
             if error is not None:
                 errors.append(error)
-            ended.release()
+            with lock:
+                waiting -= 1
+                following = left.pop() if left else None
+            if following is not None:
+                self.transport.start([fill._replace(key=following)], done)
+            elif not waiting:
+                ended.set()
 
-        keys = [self.catalogue.records[0][expert].key for expert in self.order]
-        fills = [Fill(key, n % SLOTS, Purpose.DEMAND) for n, key in enumerate(keys)]
-        self.transport.start(fills, done)
-        for _ in fills:
-            ended.acquire()
+        with lock:
+            first = [Fill(left.pop(), n, Purpose.DEMAND) for n in range(min(SLOTS, len(left)))]
+        self.transport.start(first, done)
+        ended.wait()
         if errors:
             raise errors[0]
 
@@ -201,8 +212,13 @@ def take_turns(
 
 
 def cold(path: Path) -> None:
-    if not drop(path):
-        raise SystemExit(f"{path}: the page cache keeps it; nothing cold can be measured")
+    """Drive the file out of the page cache; reads ahead of the side before may still come in."""
+    for _ in range(SETTLING):
+        gone = drop(path)
+        time.sleep(SETTLING_S)
+        if gone and cached_bytes(path) == 0:
+            return
+    raise SystemExit(f"{path}: the page cache keeps it; nothing cold can be measured")
 
 
 def sides_of(
