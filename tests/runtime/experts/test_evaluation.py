@@ -82,7 +82,13 @@ def test_an_exact_predictor_covers_everything(tmp_path: Path) -> None:
     assert found.predictors[0].top[3].wasted == K
 
 
-def hand_made(path: Path, choices: list[list[int]], words: list[int], gate: int = 0) -> Path:
+def hand_made(
+    path: Path,
+    choices: list[list[int]],
+    words: list[int],
+    gate: int = 0,
+    sequences: tuple[int, ...] = (0,) * 9,
+) -> Path:
     """Layer 0 looks up, layer 1 chooses: one token a batch. The gate likes ``gate``, always."""
     head = dataclasses.replace(header(layers=2), top_k=2)
     recorder = Recorder(path, head)
@@ -92,7 +98,7 @@ def hand_made(path: Path, choices: list[list[int]], words: list[int], gate: int 
     for token, (ids, word) in enumerate(zip(choices, words, strict=True)):
         for layer in (0, 1):
             recorder.states(
-                token, 0, "decode", token, layer, np.array([word]), np.array([ids]),
+                token, sequences[token], "decode", token, layer, np.array([word]), np.array([ids]),
                 np.ones((1, D), np.float32), np.zeros((1, E), np.float32),
             )  # fmt: skip
     recorder.close()
@@ -107,9 +113,15 @@ def covered(path: Path, name: str) -> float:
 
 
 def test_the_last_token_is_a_predictor(tmp_path: Path) -> None:
-    # named before each: 0 1 (nothing was used), 7 8, 8 5: of these 0, 1 and 2 are chosen
-    path = hand_made(tmp_path / "t", [[7, 8], [8, 5], [8, 5]], [1, 2, 3])
-    assert covered(path, LAST_TOKEN) == pytest.approx((0 + 1 + 2) / 3)
+    # named before each: 0 1 (nothing was used), 7 8, 8 5 (7 would be third), 8 7
+    path = hand_made(tmp_path / "t", [[7, 8], [8, 5], [8, 7], [8, 7]], [1, 2, 3, 4])
+    assert covered(path, LAST_TOKEN) == pytest.approx((0 + 1 + 1 + 2) / 4)
+
+
+def test_the_last_token_of_another_sequence_is_forgotten(tmp_path: Path) -> None:
+    choices = [[7, 8], [7, 8], [7, 8], [7, 8]]
+    path = hand_made(tmp_path / "t", choices, [1, 2, 3, 4], sequences=(0, 0, 1, 0))
+    assert covered(path, LAST_TOKEN) == pytest.approx((0 + 2 + 0 + 0) / 4)
 
 
 def test_a_profile_by_token_is_a_predictor(tmp_path: Path) -> None:
