@@ -78,7 +78,7 @@ def command() -> None:
 )
 @click.option(
     "--ridge",
-    type=click.FloatRange(min=0, min_open=True, max=1e6),
+    type=float,
     default=1e-3,
     show_default=True,
     metavar="X",

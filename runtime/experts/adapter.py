@@ -103,14 +103,12 @@ class Adapter:
         self.rank, self.hidden = first.a.shape
         self.experts = len(first.offset)
 
-    def predict(self, layer: int, x: F32) -> F32 | None:
+    def predict(self, layer: int, x: F32) -> F32:
         """Scores before bias of layer ``layer + 1`` [T, E], from ``x`` [T, d] of ``layer``.
 
-        None where this predictor has no entry for the layer.
+        ``layer`` is one of ``entries``.
         """
-        entry = self.entries.get(layer)
-        if entry is None:
-            return None
+        entry = self.entries[layer]
         predicted: F32 = np.matmul(np.matmul(x, entry.a.T), entry.b.T)
         return np.add(predicted, entry.offset, out=predicted)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.runtime.errors import TraceError
+from ds4q.runtime.errors import AdapterError, TraceError
 from ds4q.runtime.experts.adapter import Adapter
-from ds4q.runtime.experts.fit import Pair, Texts, pairs
+from ds4q.runtime.experts.fit import Pair, Texts, pairs, sources
 from ds4q.runtime.experts.predict import best
 from ds4q.runtime.experts.trace import RouterRecord, Trace
 from ds4q.runtime.model.moe import scores
@@ -94,6 +94,8 @@ def evaluate(adapter: Adapter, trace: Trace, *, ranks: Sequence[int] | None = No
     """
     header = trace.header
     adapter.check(header.artifact, header.hidden, header.experts)
+    if missing := [layer for layer in sources(header) if layer not in adapter.entries]:
+        raise AdapterError("expert predictor lacks layers", path=adapter.path, found=missing)
     if ranks is None:
         ranks = [*(rank for rank in RANKS if rank < adapter.rank), adapter.rank]
     cut = [adapter.truncated(rank) for rank in ranks]
@@ -112,9 +114,7 @@ def evaluate(adapter: Adapter, trace: Trace, *, ranks: Sequence[int] | None = No
             raise TraceError("the trace lacks a router", path=trace.path, found=f"layer {layer}")
         x = pair.source.hidden.astype(np.float32)
         for tally, part in zip(tallies, cut, strict=True):
-            predicted = part.predict(layer - 1, x)
-            if predicted is not None:
-                tally.add(best(predicted + router.bias, tops[-1]), ids)
+            tally.add(best(np.add(part.predict(layer - 1, x), router.bias), tops[-1]), ids)
         gate = scores(x @ router.gate.T) + router.bias
         free[NEXT_GATE].add(best(gate, tops[-1]), ids)
         free[LAST_TOKEN].add(recent.predict(pair, tops[-1]), ids)
@@ -145,10 +145,9 @@ class _Tally:
             self.hits[m] += int(chosen[:m].sum())
 
     def figures(self) -> tuple[Figures, ...]:
-        rows, found = max(self.rows, 1), []
-        k = self.asked / rows
+        k, found = self.asked / self.rows, []
         for m in self.tops:
-            covers = self.hits[m] / rows
+            covers = self.hits[m] / self.rows
             fetches = (m + k - covers) / k
             found.append(Figures(m, covers / k, covers, m - covers, k - covers, fetches))
         return tuple(found)

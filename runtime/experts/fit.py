@@ -35,6 +35,7 @@ from ds4q.runtime.experts.trace import Header, RouterRecord, StatesRecord, Trace
 F64 = npt.NDArray[np.float64]
 
 RIDGE = 1e-3
+LEAST_RIDGE, MOST_RIDGE = 1e-9, 1e6  # less cannot be told from none in float64
 RANK = 128
 MAX_SUMS_BYTES = 1 << 30  # of the sums of layers that are fitted in one pass over the traces
 _ROWS = 256  # a product of so many rows at a time costs a fraction of one by one
@@ -90,7 +91,7 @@ class Texts:
     """A digest of the token ids that a trace ran over, to tell a text that was in a fit."""
 
     def __init__(self, header: Header) -> None:
-        self._first = sources(header)[0]
+        self._first = max(header.hash_layers - 1, 0)
         self._hasher = xxhash.xxh3_128()
         self.tokens = 0
 
@@ -163,7 +164,9 @@ class Sums:
         if not np.isfinite(mean) or not np.isfinite(z).all() or mean <= 0:
             raise AdapterError("states that nothing can be fitted to", found=f"variance {mean}")
         both = self._hz / self.rows - np.outer(h, z)
-        weights = np.linalg.solve(covariance + ridge * mean * np.eye(len(h)), both)  # [d, E]
+        stiff = covariance.copy()
+        stiff.flat[:: len(h) + 1] += ridge * mean
+        weights = np.linalg.solve(stiff, both)  # [d, E]
         weights -= weights.mean(axis=1, keepdims=True)
         _, vectors = np.linalg.eigh(weights.T @ covariance @ weights)  # of the fitted scores
         b = vectors[:, ::-1][:, :rank]
@@ -199,8 +202,16 @@ def train(
     Raises
     ------
     TraceError : a trace cannot be read, or holds no states
-    AdapterError : traces of different models, or states that nothing can be fitted to
+    AdapterError : traces of different models, states that nothing can be fitted to, or a ridge or
+        rank out of range
     """
+    if not LEAST_RIDGE <= ridge <= MOST_RIDGE or (rank is not None and rank < 1):
+        raise AdapterError(
+            "ridge or rank out of range",
+            expected=f"ridge {LEAST_RIDGE:g} to {MOST_RIDGE:g}, rank 1 or more",
+            found=f"{ridge}, {rank}",
+            remedy="",
+        )
     opened = [read_trace(path) for path in traces]
     header = opened[0].header
     for other in opened[1:]:
@@ -251,6 +262,8 @@ def _add_all(trace: Trace, group: dict[int, Sums]) -> Texts:
 
 def claim_place(out: Path, traces: Sequence[Path]) -> None:
     """Refuse, before any work, an output that is an input, or no earlier predictor."""
+    if not out.parent.is_dir():
+        raise AdapterError("no folder to write in", path=out.parent, remedy="choose another place")
     if not out.exists():
         return
     if any(out.samefile(trace) for trace in traces):

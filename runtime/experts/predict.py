@@ -87,10 +87,9 @@ class AdapterGuess:
     def candidates(self, layer: int, x: F32 | None) -> I64 | None:
         """See ``Guess``."""
         bias = self._biases.get(layer + 1)
-        if bias is None or x is None:
+        if bias is None or x is None or layer not in self._adapter.entries:
             return None
-        predicted = self._adapter.predict(layer, x)
-        return None if predicted is None else best(np.add(predicted, bias), self._top)
+        return best(np.add(self._adapter.predict(layer, x), bias), self._top)
 
 
 class Oracle:

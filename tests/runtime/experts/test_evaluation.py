@@ -144,6 +144,19 @@ def test_another_model_is_refused(trace: Path, tmp_path: Path) -> None:
     check_refused(AdapterError, lambda: evaluate(small, read_trace(trace)), says=["4"])
 
 
+def test_a_predictor_that_lacks_layers_is_refused(trace: Path) -> None:
+    adapter = train([trace])
+    part = Adapter({1: adapter.entries[1]}, adapter.about, "p")
+    says = ["lacks layers", "[0, 2]"]
+    check_refused(AdapterError, lambda: evaluate(part, read_trace(trace)), path="p", says=says)
+
+
+def test_a_trace_of_hash_layers_only_is_refused(tmp_path: Path) -> None:
+    path = write_states(tmp_path / "h", truth(), tokens=0, head=header(hash_layers=4))
+    adapter = Adapter({0: Entry(*(np.zeros(s, np.float32) for s in ((1, D), (E, 1), E)))}, None)
+    check_refused(TraceError, lambda: evaluate(adapter, read_trace(path)), path=path)
+
+
 def test_a_rank_that_the_file_has_not_is_refused(trace: Path) -> None:
     adapter = train([trace], rank=4)
     says = ["1 to 4", "--rank"]

@@ -30,9 +30,7 @@ def apart(scores: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def predicted(adapter: Adapter, layer: int, x: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
-    found = adapter.predict(layer, x)
-    assert found is not None
-    return apart(found)
+    return apart(adapter.predict(layer, x))
 
 
 def test_what_is_linear_is_found(trace: Path) -> None:
@@ -136,6 +134,13 @@ def test_states_that_are_all_alike_are_refused(tmp_path: Path) -> None:
     check_refused(AdapterError, lambda: train([path]), says=["nothing can be fitted"])
 
 
+@pytest.mark.parametrize(
+    ("ridge", "rank"), [(0.0, 1), (-1.0, 1), (1e7, 1), (np.nan, 1), (1.0, 0), (1.0, -1)]
+)
+def test_a_ridge_or_rank_out_of_range_is_refused(trace: Path, ridge: float, rank: int) -> None:
+    check_refused(AdapterError, lambda: train([trace], ridge=ridge, rank=rank), says=["range"])
+
+
 def test_which_layers_predict() -> None:
     assert list(sources(header(hash_layers=0))) == [0, 1, 2]
     assert list(sources(header(hash_layers=3))) == [2]
@@ -150,6 +155,10 @@ def test_a_model_of_hash_layers_only_is_refused(tmp_path: Path) -> None:
 
 def test_an_output_that_is_something_else_is_refused(trace: Path, tmp_path: Path) -> None:
     claim_place(tmp_path / "new", [trace])
+    nowhere = tmp_path / "no" / "a"
+    check_refused(
+        AdapterError, lambda: claim_place(nowhere, [trace]), path=nowhere.parent, says=["folder"]
+    )
     write_adapter(tmp_path / "a", train([trace]))
     claim_place(tmp_path / "a", [trace])
     check_refused(AdapterError, lambda: claim_place(trace, [trace]), path=trace, says=["inputs"])
