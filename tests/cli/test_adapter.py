@@ -171,3 +171,24 @@ def test_a_run_refuses_the_predictor_of_another_model(trained: Path, random_arti
     options = CacheOptions(slots=6, adapter=trained / "m.adapter")
     with pytest.raises(AdapterError, match="another model"):
         Engine.load(random_artifact, threads=1, cache=options)
+
+
+def test_from_a_run_to_a_run(tiny_artifact: Path, tmp_path: Path) -> None:
+    trace, fitted = tmp_path / "t.trace", tmp_path / "t.adapter"
+    text = (TEXTS / "calibration.txt").read_text()[:600]
+    base = ["run", str(tiny_artifact), "--raw", "--temp", "0", "--ignore-eos", "-q", "--json"]
+
+    def answer(*options: object, prompt: str = "def main(", tokens: int = 24) -> Any:
+        command = [*base, "-p", prompt, "--max-tokens", str(tokens), *map(str, options)]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    answer("--trace", trace, "--trace-states", prompt=text, tokens=1)
+    assert run("train", trace, "-o", fitted, "-q").exit_code == 0
+    resident = answer()
+    small = ["--expert-cache", "4MB"]
+    for prefetch in ([], ["--prefetch", fitted], ["--prefetch", fitted, "--prefetch-top", "4"]):
+        paged = answer(*small, *prefetch)
+        assert paged["ids"] == resident["ids"]
+        assert bool(prefetch) is (paged["cache"]["speculative"]["issued"] > 0)
