@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.backend.weights import Expert
 from ds4q.runtime.errors import ExpertReadError
 from ds4q.runtime.experts.catalogue import Record
@@ -28,11 +29,15 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture
 def gate(tmp_path: Path) -> Neutrality:
     """Two short prompts: one that is one band a layer, one that is several."""
+    return Neutrality(prompts=written(tmp_path / "prompts.jsonl", 1, 40), tokens=TOKENS)
+
+
+def written(path: Path, *lengths: int) -> Path:
+    """A file of prompts of so many tokens each."""
     draws = np.random.default_rng(5)
-    path = tmp_path / "prompts.jsonl"
-    lines = (json.dumps({"ids": draws.integers(512, size=n).tolist()}) for n in (1, 40))
+    lines = (json.dumps({"ids": draws.integers(512, size=length).tolist()}) for length in lengths)
     path.write_text("\n".join(lines), encoding="utf-8")
-    return Neutrality(prompts=path, tokens=TOKENS)
+    return path
 
 
 def test_paging_changes_nothing(gate: Neutrality, lossless: Path, measure: Measure) -> None:
@@ -42,6 +47,21 @@ def test_paging_changes_nothing(gate: Neutrality, lossless: Path, measure: Measu
     fits, thrashes = (check.figures["arms"][name] for name in ("fits", "thrashes"))
     assert fits["evictions"] == 0 < thrashes["evictions"]
     assert (fits["slots"], thrashes["slots"]) == (16, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "tokens"), [("auto", 192), ("lru", 32), ("lfu", 32), ("slru", 32)]
+)
+def test_paging_changes_nothing_on_the_simulated_device(
+    policy: str, tokens: int, tmp_path: Path, lossless: Path, measure: Measure, sim: Control
+) -> None:
+    prompts = written(tmp_path / "prompts.jsonl", 30)
+    gate = Neutrality(prompts=prompts, tokens=tokens, policies=(policy,))
+    check = measure(gate, lossless, device="hip")
+    assert check.ok, check.lines()
+    assert check.figures["equal"] == check.figures["of"] == 2 * tokens
+    assert check.figures["arms"][f"thrashes ({policy})"]["evictions"] > 0
 
 
 # ---------------------------------------------------------------- mutants
