@@ -168,20 +168,36 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "tuple[TensorRecord, ...]": lambda v: isinstance(v, list),
 }
 _HEX_DIGITS = {"sha256": 64, "imatrix_sha256": 64, "index_xxh3": 32, "xxh3": 32}
+_HEX = {n: re.compile(f"[0-9a-f]{{{n}}}") for n in _HEX_DIGITS.values()}
+
+
+# By class and field: annotation, kind of JSON value, and the pattern of a digest. A large model's
+# receipt asks for them 100,000 times.
+_Wanted = dict[str, tuple[str, Callable[[Any], bool], re.Pattern[str] | None]]
+_WANTED: dict[type[Any], _Wanted] = {
+    kind: {
+        field.name: (
+            str(field.type),
+            _KINDS[str(field.type)],
+            _HEX[_HEX_DIGITS[field.name]] if field.name in _HEX_DIGITS else None,
+        )
+        for field in fields(kind)
+    }
+    for kind in (SourceRecord, TensorRecord, Receipt)
+}
 
 
 def _record(kind: type[R], item: Any, path: object) -> R:
     """``kind`` from a JSON object that has exactly its fields, each of the right kind."""
-    wanted = {field.name: str(field.type) for field in fields(kind)}
+    wanted = _WANTED[kind]
     if not isinstance(item, dict) or item.keys() != wanted.keys():
         keys = sorted(item) if isinstance(item, dict) else item
         raise _fail(path, f"receipt lacks a field of {kind.__name__} or has one too many", keys)
     values: dict[str, Any] = {}
-    for name, annotation in wanted.items():
+    for name, (annotation, right, digest) in wanted.items():
         value = item[name]
-        digits = _HEX_DIGITS.get(name)
         absent = name == "imatrix_sha256" and value == ""  # version 1
-        if not _KINDS[annotation](value) or (digits and not absent and not _is_hex(value, digits)):
+        if not right(value) or (digest and not absent and not digest.fullmatch(value)):
             raise _fail(path, f"receipt has a {name} of the wrong kind", repr(value)[:80])
         if annotation == "tuple[SourceRecord, ...]":
             value = [_record(SourceRecord, source, path) for source in value]
@@ -191,10 +207,6 @@ def _record(kind: type[R], item: Any, path: object) -> R:
             value = [tuple(pair) for pair in value]
         values[name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
-
-
-def _is_hex(text: str, digits: int) -> bool:
-    return re.fullmatch(f"[0-9a-f]{{{digits}}}", text) is not None
 
 
 def _build(document: dict[str, Any], path: object, *, imatrix: bool) -> Receipt:
