@@ -40,6 +40,7 @@ F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 
 BATCH_TOKENS = 256
+UNSIZED_CONTEXT_TOKENS = 1 << 15  # that memory is left for where nobody names a context
 
 
 class Engine:
@@ -135,6 +136,8 @@ class Engine:
                 laps.lap("pools")
             else:
                 context = checked_context(config, max_context, batch_tokens)
+                if max_context is None:  # caches grow: few sequences reach the model's own limit
+                    context = min(context, UNSIZED_CONTEXT_TOKENS)
                 opened = open_cache(
                     reader,
                     config,

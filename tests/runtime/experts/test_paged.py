@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ds4q import api
 from ds4q.artifact.errors import ReceiptError, TruncatedError
 from ds4q.runtime.collect import Collector
 from ds4q.runtime.engine import Engine
@@ -121,15 +124,32 @@ def test_bands_change_no_bit(
     assert prefill["misses"] <= prefill["compulsory"]  # two batches: an expert is read once in each
 
 
+@pytest.fixture(scope="module")
+def budgets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Artifacts of the budget recipe, as ``ds4q quantize`` makes them."""
+    folder = tmp_path_factory.mktemp("budget")
+
+    @functools.cache
+    def made(name: str) -> Path:
+        path = folder / f"{name}.hfq"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what quantize says of the models
+            api.quantize(DATA / name, path, recipe="budget", target_bpw=3.0, threads=2)
+        return path
+
+    return made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "auto"])
 @pytest.mark.parametrize("slots", [K, EXPERTS])
-@pytest.mark.parametrize("name", ["tiny", "random", "mixed"])
+@pytest.mark.parametrize("name", ["tiny", "random", "mixed", "ds4-tiny", "ds4-random"])
 def test_paging_changes_no_bit_of_long_answers(
-    paths: dict[str, Path], name: str, slots: int, policy: str
+    paths: dict[str, Path], budgets: Callable[[str], Path], name: str, slots: int, policy: str
 ) -> None:
-    whole = Engine.load(paths[name], threads=2)
-    with paged(paths[name], slots=slots, policy=policy) as engine:
+    path = paths.get(name) or budgets(name)
+    whole = Engine.load(path, threads=2)
+    with paged(path, slots=slots, policy=policy, require_receipt=name not in paths) as engine:
         for length in (1, 7, 31, 32, 33, 300):
             same_bits(greedy(engine, length, 64), greedy(whole, length, 64))
 
@@ -237,6 +257,25 @@ def test_hash_layers_are_read_ahead(random_path: Path, reads: list[str]) -> None
     assert found["certain"]["used"] > 0
     assert found["speculative"]["issued"] == 0
     assert found["quarantine"] == [K, K, 0, 0, 0, 0]
+
+
+def test_guesses_come_after_what_a_layer_needs_itself(random_path: Path, reads: list[str]) -> None:
+    class Spy:
+        def __init__(self) -> None:
+            self.heard: list[tuple[int, str, int]] = []
+
+        def begin(self, ids: npt.NDArray[np.int64], phase: str) -> None:
+            assert (ids.tolist(), phase) == (list(range(40)), "prefill")
+
+        def issue(self, layer: int, phase: str) -> None:
+            self.heard.append((layer, phase, len(reads)))
+
+    with paged(random_path) as engine:
+        spy = engine_store(engine).predictor = Spy()
+        engine.forward(engine.new_state(), range(40))
+    whole = [sum(f"layers.{layer}." in name for name in reads) for layer in range(6)]
+    assert max(whole) > K  # several bands
+    assert spy.heard == [(n, "prefill", sum(whole[: n + 1])) for n in range(6)]
 
 
 def test_a_profile_warms_the_cache(
