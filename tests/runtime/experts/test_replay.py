@@ -316,6 +316,17 @@ def test_a_batch_is_cut_into_bands_that_fit_the_slots_asked_for() -> None:
     assert price(work, "lru", 7).reads == 7
 
 
+def test_bands_of_a_batch_are_one_again_in_a_workload(path: Path) -> None:
+    ids = streams.skewed(1, LAYERS, 60, EXPERTS, K)
+    work = Workload.of(read_trace(path))
+    assert len(work.steps) == LAYERS * (1 + 50)
+    batch = work.steps[0]
+    assert isinstance(batch, Asked)
+    assert len(batch.experts) > SLOTS
+    assert batch.experts == tuple(dict.fromkeys(ids[0, :10].ravel().tolist()))
+    assert batch.accesses == 10 * K
+
+
 def test_a_warm_step_is_no_demand() -> None:
     work = Workload(
         streams.header(layers=1),
