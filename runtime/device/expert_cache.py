@@ -34,7 +34,7 @@ from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.pager import Pager
-from ds4q.runtime.experts.plan import Plan, plan_slots
+from ds4q.runtime.experts.plan import Plan, limits_of, plan_slots
 from ds4q.runtime.experts.policy import DEFAULT_POLICY, parameters_of
 from ds4q.runtime.experts.predict import AdapterGuess, Prefetcher
 from ds4q.runtime.experts.profile import Profile, read_profile
@@ -212,6 +212,7 @@ class ExpertCache:
             policy=policy,
             parameters=parameters_of(policy),
             warm_start="" if self._profile is None else self._profile.digest,
+            limits=limits_of(self._options, plan),
         )
         return Recorder(path, header)
 

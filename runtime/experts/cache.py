@@ -23,7 +23,7 @@ from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.paged import PagedExperts
 from ds4q.runtime.experts.pager import Pager
-from ds4q.runtime.experts.plan import Plan, plan_slots
+from ds4q.runtime.experts.plan import Plan, limits_of, plan_slots
 from ds4q.runtime.experts.policy import DEFAULT_POLICY, parameters_of
 from ds4q.runtime.experts.predict import AdapterGuess, Prefetcher
 from ds4q.runtime.experts.profile import Profile, read_profile
@@ -261,6 +261,7 @@ class _Opening:
             policy=policy,
             parameters=parameters_of(policy),
             warm_start="" if self.profile is None else self.profile.digest,
+            limits=limits_of(self.options, self.plan),
         )
         self.recorder = Recorder(path, header)
         self.stack.callback(self.recorder.close)

@@ -40,6 +40,16 @@ class Plan:
         return tuple(self.slots + extra for extra in self.quarantine)
 
 
+def limits_of(options: CacheOptions, plan: Plan | None) -> dict[str, int]:
+    """What bounded a run, as its trace tells it; None: it held all experts."""
+    told = {
+        "budget_bytes": options.budget,
+        "quarantine_slots": None if plan is None else sum(plan.quarantine),
+        "prefetch_top": options.prefetch_top,
+    }
+    return {name: limit for name, limit in told.items() if isinstance(limit, int)}
+
+
 def plan_slots(
     catalogue: Catalogue,
     config: ModelConfig,

@@ -116,7 +116,9 @@ def test_a_models_own_counters_come_out_again(
     assert replayed == told(counters, replayed)
     assert counters["prefill"]["evictions"] > 0
     assert counters["decode"]["misses"] > 0
-    work = Workload.of(read_trace(tmp_path / "t"))
+    trace = read_trace(tmp_path / "t")
+    assert trace.header.limits == {"quarantine_slots": 4}  # the hash layer's next token
+    work = Workload.of(trace)
     assert work.tokens == {"prefill": 30, "decode": 20}
     # Certain reads ahead are misses here; nothing else differs.
     priced = price(work, policy, slots).told()
