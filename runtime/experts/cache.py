@@ -64,6 +64,7 @@ class ExpertCache:
         self._adapter = opened.adapter
         self._profile = opened.profile
         self._memory = opened.memory
+        self._digests = opened.digests
         self._stack = opened.stack.pop_all()
         self._states: StateRecorder | None = None
         self._listeners: list[Routed] = []
@@ -75,6 +76,8 @@ class ExpertCache:
 
     def attach(self, routers: Sequence[Router]) -> None:
         """Begin what needs the routers of all layers; their weights have been read."""
+        if self._digests is not None:
+            self._digests.settle()
         if self._options.trace_states and self._recorder is not None:
             self._states = StateRecorder(self._recorder, routers)
             self._listeners.append(self._states.see)
@@ -194,6 +197,7 @@ class _Opening:
         self.profile: Profile | None = None
         self.recorder: Recorder | None = None
         self.memory: dict[str, int] = {}
+        self.digests: Digests | None = None
         self.catalogue = Catalogue(config, source, path=reader.path, bind=False)
 
     def refuse(self, state_bytes: int) -> None:
@@ -279,14 +283,13 @@ class _Opening:
 
     def _paged(self, plan: Plan) -> PagedExperts:
         options, catalogue, notes = self.options, self.catalogue, self.notes
-        digests = None
         if options.check_reads:
-            digests = Digests.of(self.reader, notes, require=options.require_receipt)
+            self.digests = Digests.of(self.reader, notes, require=options.require_receipt)
         self.laps.lap("audit")
         catalogue.bind(self.source)
         self.laps.lap("tables")
         slots = HostSlots(catalogue.geometry, plan.counts)
-        files = ExpertReader(self.reader, catalogue, digests=digests, bounces=READ_THREADS)
+        files = ExpertReader(self.reader, catalogue, digests=self.digests, bounces=READ_THREADS)
         self.stack.callback(files.close)
         by_layer = zip(plan.counts, catalogue.geometry, strict=True)
         self.memory = {

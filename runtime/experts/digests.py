@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,48 +25,71 @@ _REMEDY = "put the receipt of this very file beside it, or verify it (ds4q verif
 class Digests:
     """The payload digests of a receipt that belongs to an artifact.
 
+    A large model's receipt takes a second to parse, which a load spends better on reading weights:
+    it is parsed in the background, and whoever needs it first waits.
+
     Parameters
     ----------
-    digests : xxh3-128 by tensor name
+    look_up : xxh3-128 by tensor name; ``ReceiptError`` where there is nothing to compare with
     path : the artifact; named in errors
+    notes : gets a line where there is nothing to compare with
     """
 
-    def __init__(self, digests: Mapping[str, bytes], path: object) -> None:
-        self._digests = digests
+    def __init__(
+        self, look_up: Callable[[], Mapping[str, bytes]], path: object, notes: list[str]
+    ) -> None:
         self._path = path
+        self._notes = notes
+        self._lock = threading.Lock()
+        self._digests: Mapping[str, bytes] | None = None
+        worker = ThreadPoolExecutor(1, thread_name_prefix="ds4q-receipt")
+        self._pending: Future[Mapping[str, bytes]] | None = worker.submit(look_up)
+        worker.shutdown(wait=False)
 
     @classmethod
-    def of(cls, reader: Reader, notes: list[str], *, require: bool = False) -> Digests | None:
+    def of(cls, reader: Reader, notes: list[str], *, require: bool = False) -> Digests:
         """Those of the receipt beside an open artifact, if it is this very file's.
 
         Length, header, index, metadata and the list of tensors are compared first. A receipt of
-        another file, or none, leaves nothing to compare with: a line in ``notes`` says so.
+        another file, or none, leaves nothing to compare with: one line in ``notes`` says so.
 
         Raises
         ------
         ReceiptError : there is none, and ``require`` is set
         """
-        try:
-            return cls(_belonging(reader), reader.path)
-        except ReceiptError as error:
-            if require:
-                raise
-            notes.append(f"experts are read without being checked: {error}")
-            return None
+        if require:
+            found = _belonging(reader)
+            return cls(lambda: found, reader.path, notes)
+        return cls(partial(_belonging, reader), reader.path, notes)
 
-    def check(self, entry: TensorEntry, data: npt.NDArray[np.uint8]) -> None:
-        """Refuse ``data``, contiguous, unless it is the payload of ``entry``.
+    def settle(self) -> Mapping[str, bytes] | None:
+        """Wait for the receipt: digests by tensor, or None where there is nothing to compare."""
+        with self._lock:
+            if self._pending is not None:
+                try:
+                    self._digests = self._pending.result()
+                except ReceiptError as error:
+                    self._notes.append(f"experts are read without being checked: {error}")
+                self._pending = None
+            return self._digests
+
+    def check(self, entry: TensorEntry, data: npt.NDArray[np.uint8]) -> bool:
+        """Whether ``data``, contiguous, could be compared with the payload of ``entry``.
 
         Raises
         ------
-        ExpertDigestError : it is not
+        ExpertDigestError : it was, and differs
         """
+        digests = self.settle()
+        if digests is None:
+            return False
         found = xxhash.xxh3_128(data.data).digest()
-        expected = self._digests[entry.name]
+        expected = digests[entry.name]
         if found != expected:
             raise ExpertDigestError(
                 path=self._path, tensor=entry.name, expected=expected.hex(), found=found.hex()
             )
+        return True
 
 
 def _belonging(reader: Reader) -> dict[str, bytes]:

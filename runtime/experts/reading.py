@@ -368,9 +368,9 @@ class ExpertReader:
     def _finish(self, record: Record, parts: Parts, started: float) -> None:
         checked = 0
         if self._digests is not None:
-            for entry, part in zip(record.entries, parts, strict=True):
-                self._digests.check(entry, part)
-            checked = sum(1 for _ in runs(record))
+            pairs = zip(record.entries, parts, strict=True)
+            if all([self._digests.check(entry, part) for entry, part in pairs]):
+                checked = sum(1 for _ in runs(record))
         with self._lock:
             self._counts["reads_checked"] += checked
             self._latencies.add(time.perf_counter() - started)

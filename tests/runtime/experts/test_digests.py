@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,10 +68,9 @@ def test_the_receipt_of_this_file(artifact: Path) -> None:
     notes: list[str] = []
     with Reader(artifact) as reader:
         digests = Digests.of(reader, notes, require=True)
-        assert digests is not None
         for name, entry in reader.tensors.items():
             payload = reader.read(name)
-            digests.check(entry, payload)
+            assert digests.check(entry, payload)
             for at in (0, len(payload) - 1):
                 altered = payload.copy()
                 altered[at] ^= 1
@@ -93,7 +93,10 @@ def refused(artifact: Path, *says: str) -> None:
     """Without ``require`` one line and no digests; with it an error."""
     notes: list[str] = []
     with Reader(artifact) as reader:
-        assert Digests.of(reader, notes) is None
+        digests = Digests.of(reader, notes)
+        for entry in reader.tensors.values():
+            assert not digests.check(entry, reader.read(entry.name))
+        assert digests.settle() is None
         assert len(notes) == 1
         assert notes[0].startswith("experts are read without being checked: ")
         check_refused(ReceiptError, lambda: Digests.of(reader, notes, require=True), says=says)
@@ -128,7 +131,7 @@ def test_a_receipt_of_another_file(artifact: Path, change: dict[str, object], sa
     receipt = receipt_of(artifact)
     put(artifact, receipt)
     with Reader(artifact) as reader:
-        assert Digests.of(reader, [], require=True) is not None  # the twin that belongs
+        assert Digests.of(reader, [], require=True).settle()  # the twin that belongs
     put(artifact, replace(receipt, **change))  # type: ignore[arg-type]
     refused(artifact, says, str(artifact))
 
@@ -147,3 +150,46 @@ def test_a_receipt_that_cannot_be_read(artifact: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(digests_module, "find_receipt", fails)
     refused(artifact, "cannot be read", "Permission denied", str(receipt_path(artifact)))
+
+
+def test_a_load_need_not_wait_for_the_receipt(artifact: Path) -> None:
+    """It is parsed meanwhile; the first read waits, and so do others."""
+    put(artifact, receipt_of(artifact))
+    parsed, waiting = threading.Event(), threading.Semaphore(0)
+
+    def slowly() -> dict[str, bytes]:
+        assert parsed.wait(30)
+        with Reader(artifact) as reader:
+            return {
+                name: xxhash.xxh3_128(reader.read(name).data).digest() for name in reader.tensors
+            }
+
+    digests, results = Digests(slowly, artifact, []), []
+    with Reader(artifact) as reader:
+        entry, payload = reader.entry("b.weight"), reader.read("b.weight")
+
+        def check() -> None:
+            waiting.release()
+            results.append(digests.check(entry, payload))
+
+        threads = [threading.Thread(target=check) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+            assert waiting.acquire(timeout=30)
+        assert results == []
+        parsed.set()
+        for thread in threads:
+            thread.join(30)
+    assert results == [True] * 3
+
+
+def test_another_error_is_no_missing_receipt(artifact: Path) -> None:
+    def broken() -> dict[str, bytes]:
+        raise ZeroDivisionError
+
+    notes: list[str] = []
+    digests = Digests(broken, artifact, notes)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            digests.settle()
+    assert notes == []
