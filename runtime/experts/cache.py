@@ -236,6 +236,8 @@ class _Opening:
         if plan is not None and not plan.resident:
             store = self._paged(plan)
         else:
+            if self.options.require_receipt:  # there is nothing to check, but it was asked for
+                self.digests = Digests.of(self.reader, self.notes, require=True)
             store = self._resident()
             if plan is not None:
                 self.notes.append(f"all {plan.slots} experts of every layer fit: paging is off")

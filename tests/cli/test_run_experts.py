@@ -130,7 +130,8 @@ def test_receipts(tiny_artifact: Path, least: int, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.stderr.count("no receipt") == 1
     assert "(0 checked)" in result.stderr
-    assert "receipt" in refused(bare, *size, "--require-receipt")
+    for given in (size, ["--expert-cache", "1GiB"]):  # paged or not
+        assert "receipt" in refused(bare, *given, "--require-receipt")
     assert answer(tiny_artifact, *size, "--require-receipt")["cache"]["reads"]["reads_checked"] > 0
     unchecked = answer(tiny_artifact, *size, "--no-check-reads")["cache"]["reads"]
     assert unchecked["reads_checked"] == 0 < unchecked["reads"]
