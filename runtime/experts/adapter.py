@@ -35,6 +35,7 @@ import numpy.typing as npt
 import xxhash
 
 from ds4q.artifact.errors import MetadataError
+from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import AdapterError
@@ -83,6 +84,42 @@ class Entry(NamedTuple):
     offset: F32
 
 
+def predict_reference(x: F32, a: F32, b: F32, offset: F32) -> F32:
+    """Scores [T, E] of ``x`` [T, d], from A transposed [d, rank] and B transposed [rank, E]."""
+    scores: F32 = np.matmul(np.matmul(x, a), b)
+    return np.add(scores, offset, out=scores)
+
+
+@jit
+def _predict_fast(x: F32, a: F32, b: F32, offset: F32) -> F32:
+    # One thread, on purpose: those of a BLAS spin after a product and starve what reads experts.
+    scores = np.empty((x.shape[0], b.shape[1]), dtype=np.float32)
+    small = np.empty(a.shape[1], dtype=np.float32)
+    whole = a.shape[0] // 4 * 4
+    for t in range(x.shape[0]):
+        small[:] = 0
+        row = x[t]
+        for i in range(
+            0, whole, 4
+        ):  # four at a time: sums are loaded and stored a quarter as often
+            for k in range(small.shape[0]):
+                small[k] += (row[i] * a[i, k] + row[i + 1] * a[i + 1, k]) + (
+                    row[i + 2] * a[i + 2, k] + row[i + 3] * a[i + 3, k]
+                )
+        for i in range(whole, a.shape[0]):
+            for k in range(small.shape[0]):
+                small[k] += row[i] * a[i, k]
+        out = scores[t]
+        out[:] = offset
+        for k in range(small.shape[0]):
+            for e in range(out.shape[0]):
+                out[e] += small[k] * b[k, e]
+    return scores
+
+
+predict = FastPath(predict_reference, _predict_fast)
+
+
 class Adapter:
     """Predicts the scores of the next layer's router.
 
@@ -96,7 +133,10 @@ class Adapter:
     def __init__(
         self, entries: Mapping[int, Entry], about: About | None, path: object = None
     ) -> None:
-        self.entries = dict(sorted(entries.items()))
+        self.entries = {  # column by column, as prediction goes through them
+            layer: Entry(np.asfortranarray(a), np.asfortranarray(b), np.ascontiguousarray(offset))
+            for layer, (a, b, offset) in sorted(entries.items())
+        }
         self.about = about
         self.path = path
         first = next(iter(self.entries.values()))
@@ -109,8 +149,8 @@ class Adapter:
         ``layer`` is one of ``entries``.
         """
         entry = self.entries[layer]
-        predicted: F32 = np.matmul(np.matmul(x, entry.a.T), entry.b.T)
-        return np.add(predicted, entry.offset, out=predicted)
+        scores: F32 = predict(np.ascontiguousarray(x), entry.a.T, entry.b.T, entry.offset)
+        return scores
 
     def truncated(self, rank: int) -> Adapter:
         """The predictor of a lower rank that is in this one."""

@@ -24,6 +24,7 @@ from ds4q.runtime.experts.adapter import (
     About,
     Adapter,
     Entry,
+    predict,
     read_adapter,
     write_adapter,
 )
@@ -123,6 +124,18 @@ def test_prediction_and_lower_ranks() -> None:
     for rank in (0, RANK + 1):
         says = ["1 to 3", str(rank)]
         check_refused(AdapterError, partial(adapter.truncated, rank), says=says)
+
+
+@pytest.mark.parametrize("rank", [1, 2, RANK])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_both_ways_to_predict_agree(rank: int, tokens: int) -> None:
+    a, b, offset = made().truncated(rank).entries[0]
+    x = np.random.default_rng(2).standard_normal((tokens, D)).astype(np.float32)
+    found = (predict.fast(x, a.T, b.T, offset), predict.reference(x, a.T, b.T, offset))
+    assert found[0].shape == (tokens, E)
+    # each sums at most D + rank products, in another order
+    bound = (D + rank) * np.finfo(np.float32).eps * (np.abs(x) @ np.abs(b @ a).T + 9)
+    assert (np.abs(found[0] - found[1]) <= bound).all()
 
 
 def test_a_file_cut_short_anywhere_is_one_error(path: Path) -> None:
