@@ -10,7 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ds4q import api
 from ds4q.artifact.errors import ReceiptError, TruncatedError
+from ds4q.artifact.formats import codec_for
+from ds4q.artifact.types import BF16, F16, HFP4G32, Q8F16
 from ds4q.hipkern.errors import HipError
 from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.device import expert_cache, transport
@@ -27,8 +30,9 @@ from ds4q.runtime.experts.reading import ExpertReader
 from ds4q.runtime.experts.trace import read_trace
 from ds4q.runtime.spread import Spread
 from tests.checks import check_refused, same_bits
+from tests.runtime.artifacts import DATA
 from tests.runtime.device.conftest import Load
-from tests.runtime.device.micro import CONFIG
+from tests.runtime.device.micro import CONFIG, tensors, write_micro
 
 Logits = npt.NDArray[np.float32]
 
@@ -127,6 +131,56 @@ def test_intermediates_are_those_of_a_resident_model(load: Load, micro_path: Pat
     assert found[0].keys() == found[1].keys()
     for name, values in found[0].items():
         np.testing.assert_array_equal(found[1][name], values, str(name))
+
+
+def test_experts_of_different_types_share_slots(load: Load, tmp_path: Path) -> None:
+    """What decodes an expert is its own, wherever its bytes are."""
+    random, made = np.random.default_rng(4), tensors()
+    kinds = (HFP4G32, BF16, F16, Q8F16)
+    changed = {}
+    for name, (_, shape, _) in made.items():
+        if ".experts." in name:
+            kind = kinds[(int(name.split(".")[4]) + ("w2" in name)) % len(kinds)]
+            values = random.standard_normal(shape, dtype=np.float32) / 8
+            if kind is not HFP4G32:
+                changed[name] = kind, shape, codec_for(kind.id).encode(values)
+    for name in list(changed):  # gate and up are of one type
+        if "w3" in name:
+            gate = changed[name.replace("w3", "w1")]
+            changed[name] = gate[0], gate[1], np.roll(gate[2], gate[2].size // gate[1][0])
+    path = write_micro(tmp_path / "mixed.hfq", **changed)
+    wanted, found = (
+        walk(load(path, max_context=64, batch_tokens=8, cache=cache)) for cache in (None, THRASH)
+    )
+    same_bits(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ds4-tiny", "ds4-random"])
+@pytest.mark.parametrize("recipe", ["fp4", "budget"])
+def test_both_test_models_give_the_same_ids(
+    load: Load, tmp_path: Path, name: str, recipe: str
+) -> None:
+    path = tmp_path / "model.hfq"
+    bits = 3.0 if recipe == "budget" else None
+    api.quantize(
+        DATA / name, path, recipe=recipe, target_bpw=bits, threads=2, warn=lambda line: None
+    )
+    prompt = np.random.default_rng(7).integers(2, 500, 40).tolist()
+    found = []
+    for slots in (None, 16, 4):
+        cache = None if slots is None else CacheOptions(slots=slots)
+        with load(path, max_context=80, cache=cache) as engine:
+            state = engine.new_state()
+            logits = [engine.forward(state, prompt)]
+            for _ in range(32):
+                logits.append(engine.forward(state, [int(logits[-1].argmax())]))
+            found.append(np.concatenate(logits))
+            if slots is not None:
+                evictions = counts_of(engine)["decode"]["evictions"]
+                assert (evictions > 0) == (slots == 4)
+    same_bits(found[1], found[0])
+    same_bits(found[2], found[0])
 
 
 def test_the_first_layers_alone(load: Load, micro_path: Path) -> None:
