@@ -262,7 +262,7 @@ class HipEngine:
         if experts is not None and band_ids is not None:
             self._cache = experts
             self._paging = experts.open(
-                self._backend, reader, source, self._program, self._scratch, band_ids
+                self._backend, source, self._program, self._scratch, band_ids
             )
             laps.lap("pools")
         self.load_s = laps.seconds

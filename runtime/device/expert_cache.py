@@ -50,6 +50,7 @@ class ExpertCache:
     Parameters
     ----------
     source : of the same artifact; binds the experts' decode tables
+    reader : stays open until ``open`` has returned
 
     Attributes
     ----------
@@ -68,7 +69,9 @@ class ExpertCache:
         self.notes: list[str] = []
         self._config = config
         self._options = options
-        self._path = reader.path
+        self._reader = reader
+        self._policy = options.policy or DEFAULT_POLICY
+        self._digests: Digests | None = None
         self._identity = artifact_identity(reader)
         self._adapter: Adapter | None = None
         if options.adapter is not None:
@@ -94,6 +97,7 @@ class ExpertCache:
         Raises
         ------
         CacheError : too few slots for a token, or more memory than there is
+        ReceiptError : one is required, and there is none of this artifact
         """
 
         def free() -> int:
@@ -111,23 +115,19 @@ class ExpertCache:
             self.notes.append(f"all {plan.slots} experts of every layer fit: paging is off")
             return True
         self.pools.size(plan.counts)
+        if options.check_reads:
+            self._digests = Digests.of(self._reader, self.notes, require=options.require_receipt)
         return False
 
     def open(
         self,
         backend: HipBackend,
-        reader: Reader,
         source: DeviceSource,
         program: Program,
         scratch: Scratch,
         ids: BandIds,
     ) -> DevicePaging:
-        """Begin to serve; everything has memory, and ``source`` has been filled.
-
-        Raises
-        ------
-        ReceiptError : one is required, and there is none of this artifact
-        """
+        """Begin to serve; everything has memory, and ``source`` has been filled."""
         if self._plan is None:
             raise RuntimeError("the slots were not sized")
         by_token = {
@@ -135,7 +135,8 @@ class ExpertCache:
             for layer in range(self._config.num_hidden_layers)
             if self._config.is_hash_layer(layer)
         }
-        transport, pager = self._reading(self._plan, backend.device, reader)
+        plan = self._plan
+        transport, pager = self._reading(plan, backend.device)
         clock = Clock(backend.stream)
         tables = PointerTables(
             backend.device, backend.stream, [layer.table() for layer in program.layers]
@@ -152,10 +153,17 @@ class ExpertCache:
             tables,
             clock,
             by_token,
-            self._prefetcher(pager, self._plan, source, by_token),
-            slots=self._plan.slots,
+            self._prefetcher(pager, plan, source, by_token),
+            slots=plan.slots,
+            policy=self._policy,
+            memory={
+                "slots_bytes": sum(layout.nbytes for layout in self.pools.layouts),
+                "wasted_bytes": self.catalogue.wasted_bytes(plan.slots),
+                "staging_bytes": transport.staging_bytes,
+                "table_bytes": tables.nbytes,
+            },
         )
-        self._warm(pager, self._plan.slots)
+        self._warm(pager, plan.slots)
         return paging
 
     def close(self) -> None:
@@ -170,23 +178,20 @@ class ExpertCache:
         if isinstance(budget, int) and wanted > budget:
             raise CacheError(
                 "this rank's experts do not fit, and no others may stand in for them",
-                path=self._path,
+                path=self._reader.path,
                 expected=f"at least {wanted:,} bytes",
                 found=f"{budget:,} bytes",
                 remedy="give more, or page them: leave out --cold none",
             )
         return Plan(owned, (0,) * self._config.num_hidden_layers, resident=False)
 
-    def _reading(self, plan: Plan, device: Device, reader: Reader) -> tuple[DeviceTransport, Pager]:
-        options, policy = self._options, self._options.policy or DEFAULT_POLICY
-        digests = None
-        if options.check_reads:
-            digests = Digests.of(reader, self.notes, require=options.require_receipt)
+    def _reading(self, plan: Plan, device: Device) -> tuple[DeviceTransport, Pager]:
+        options, policy = self._options, self._policy
         recorder = None
         if options.trace is not None:
             recorder = self._recorder(options.trace, plan, policy)
             self._stack.callback(recorder.close)
-        files = ExpertReader(reader, self.catalogue, digests=digests)
+        files = ExpertReader(self._reader, self.catalogue, digests=self._digests)
         self._stack.callback(files.close)
         self.notes += files.notes
         transport = DeviceTransport(self.catalogue, files, self.pools, device, threads=THREADS)

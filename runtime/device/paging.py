@@ -84,6 +84,7 @@ class DevicePaging:
     by_token : i32 [V, K] of every hash layer
     predictor : asks for experts ahead of their use
     slots : most experts of a band
+    policy, memory : its name, and bytes by what they are for, as counters tell them
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class DevicePaging:
         predictor: Prefetcher | None,
         *,
         slots: int,
+        policy: str,
+        memory: Mapping[str, int],
     ) -> None:
         self._pager = pager
         self._transport = transport
@@ -116,6 +119,7 @@ class DevicePaging:
         self._by_token = by_token
         self._predictor = predictor
         self._slots = slots
+        self._told = {"policy": policy, "memory": dict(memory)}
         self._experts = ids.experts
         nbytes = 4 * ids.batch * ids.chosen
         self._down = backend.device.pinned(nbytes)
@@ -170,6 +174,7 @@ class DevicePaging:
         for phase in self._io_s:
             counts[phase] |= {"io_s": self._io_s[phase], "compute_s": self._compute_s[phase]}
         return counts | {
+            **self._told,
             "reads": self._transport.counters(),
             "readbacks": self._readbacks,
             "table_uploads": self._tables.uploads,

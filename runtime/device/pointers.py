@@ -29,6 +29,7 @@ class PointerTables:
     Attributes
     ----------
     uploads : how many tables went up
+    nbytes : of all tables
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class PointerTables:
         for _, contents in tables:
             self._starts.append(len(held))
             held += contents
-        self._pinned = device.pinned(len(held))
+        self.nbytes = len(held)
+        self._pinned = device.pinned(self.nbytes)
         self._pinned.array.data[:] = held
         self._stale = [False] * len(tables)
         self.uploads = 0

@@ -25,7 +25,11 @@ class DeviceTransport:
     Parameters
     ----------
     reader : closed with the transport
-    threads : reads and copies at a time; each takes ``reader.staging_bytes`` of pinned memory
+    threads : reads and copies at a time
+
+    Attributes
+    ----------
+    staging_bytes : pinned memory of all threads
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class DeviceTransport:
         threads: int,
     ) -> None:
         self._reader = reader
+        self.staging_bytes = threads * reader.staging_bytes
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("copies", "bytes_copied", "copy_us"), 0)
         self._stream = device.stream()
