@@ -2,78 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from ds4q import api
-from ds4q.artifact.errors import ReceiptError, TruncatedError
+from ds4q.artifact.errors import ReceiptError
 from ds4q.artifact.formats import codec_for
+from ds4q.artifact.hfq import Reader
 from ds4q.artifact.types import BF16, F16, HFP4G32, Q8F16
-from ds4q.hipkern.errors import HipError
 from ds4q.hipkern.sim.control import Control
-from ds4q.runtime.device import expert_cache, transport
-from ds4q.runtime.device.engine import HipEngine
-from ds4q.runtime.device.paging import DevicePaging, bands
-from ds4q.runtime.device.pointers import PointerTables
-from ds4q.runtime.device.state import DeviceState
+from ds4q.runtime.device.paging import bands
 from ds4q.runtime.engine import Engine
-from ds4q.runtime.errors import CacheError, ExpertReadError, SpreadError
+from ds4q.runtime.errors import CacheError, SpreadError
+from ds4q.runtime.experts.adapter import (
+    NORMALISATION,
+    STATE,
+    TARGET,
+    About,
+    Adapter,
+    Entry,
+    write_adapter,
+)
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.ownership import ExpertOwnership
-from ds4q.runtime.experts.pager import Lease, Pager
-from ds4q.runtime.experts.reading import ExpertReader
-from ds4q.runtime.experts.trace import read_trace
+from ds4q.runtime.experts.predict import Prefetcher
+from ds4q.runtime.experts.profile import Profile, write_profile
+from ds4q.runtime.experts.trace import artifact_identity, read_trace
+from ds4q.runtime.model.moe import route
+from ds4q.runtime.source import Tensors
 from ds4q.runtime.spread import Spread
 from tests.checks import check_refused, same_bits
 from tests.runtime.artifacts import DATA
 from tests.runtime.device.conftest import Load
 from tests.runtime.device.micro import CONFIG, tensors, write_micro
+from tests.runtime.device.paged import (
+    CHOSEN,
+    EXPERTS,
+    F32,
+    LAYERS,
+    PROMPT,
+    THRASH,
+    TOLERANCE,
+    Logits,
+    counts_of,
+    resident,
+    walk,
+)
 
-Logits = npt.NDArray[np.float32]
-
-EXPERTS, CHOSEN = CONFIG["n_routed_experts"], CONFIG["num_experts_per_tok"]
-LAYERS, VOCAB = CONFIG["num_hidden_layers"], CONFIG["vocab_size"]
-PROMPT = [int(token) for token in np.random.default_rng(3).integers(2, VOCAB, 12)]
-STEPS = 12
-THRASH = CacheOptions(slots=CHOSEN)
-TOLERANCE = 1e-4  # as in test_engine
-DELAY_US = 3000
-
-
-def walk(engine: Any) -> Logits:
-    """Logits of a prompt, and of a few steps of which each is fed the last one's greedy id."""
-    state = engine.new_state()
-    found = [engine.forward(state, PROMPT, "all")]
-    for _ in range(STEPS):
-        found.append(engine.forward(state, [int(found[-1][-1].argmax())]))
-    return np.concatenate(found)
-
-
-def many_steps(engine: HipEngine, state: DeviceState) -> None:
-    """So many that an expert must be read."""
-    for token in range(2, 40):
-        engine.next_id(state, [token])
-
-
-@pytest.fixture(scope="module")
-def resident(micro_path: Path) -> Logits:
-    """Logits of the walk with all experts on the device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS4Q_HIP", "sim")
-        with HipEngine.load(micro_path, max_context=64, batch_tokens=8) as engine:
-            return walk(engine)
-
-
-def counts_of(engine: HipEngine) -> dict[str, Any]:
-    """What paging counted."""
-    found = engine.cache_counters()
-    assert found is not None
-    return found
+__all__ = ["resident"]  # a fixture
 
 
 # ------------------------------------------------------------------ the same bits
@@ -267,202 +247,62 @@ def test_a_trace_tells_what_was_asked_for(load: Load, micro_path: Path, tmp_path
         assert distinct == counts[phase]["distinct"] > 0
 
 
-# ------------------------------------------------------------------ what goes wrong
-
-
-def test_nothing_is_left_and_nothing_is_copied_from_pageable_memory(
-    sim: Control, micro_path: Path
-) -> None:
-    before = sim.live()
-    copies = sim.get("pageable_copies")
-    with HipEngine.load(micro_path, max_context=64, batch_tokens=8, cache=THRASH) as engine:
-        walk(engine)
-        engine.next_id(engine.new_state(), PROMPT)
-        assert sim.live()["pinned"] > 0
-    assert sim.live() == before
-    assert sim.get("pageable_copies") == copies
-
-
-def test_a_read_error_in_mid_run_is_one_error_and_the_run_can_go_on(
-    sim: Control, micro_path: Path, resident: Logits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, stage, broken = sim.live(), ExpertReader.stage, [False]
-
-    def failing(self: ExpertReader, record: Any, staging: Any) -> Any:
-        if broken[0]:
-            raise OSError(5, "Input/output error")
-        return stage(self, record, staging)
-
-    monkeypatch.setattr(ExpertReader, "stage", failing)
-    with HipEngine.load(micro_path, max_context=64, batch_tokens=8, cache=THRASH) as engine:
-        state = engine.new_state()
-        engine.forward(state, PROMPT)
-        broken[0] = True
-        with pytest.raises(ExpertReadError, match="experts"):
-            many_steps(engine, state)
-        position = state.position
-        with pytest.raises(ExpertReadError):
-            walk(engine)
-        assert state.position == position
-        broken[0] = False
-        same_bits(walk(engine), resident)
-        assert counts_of(engine)["leased"] == counts_of(engine)["loading"] == 0
-    assert sim.live() == before
-
-
-def test_a_file_that_is_cut_while_it_runs_is_told(
-    sim: Control, micro_path: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "cut.hfq"
-    path.write_bytes(micro_path.read_bytes())
-    with HipEngine.load(path, max_context=64, cache=THRASH) as engine:
-        state = engine.new_state()
-        engine.forward(state, PROMPT)
-        with path.open("r+b") as file:
-            file.truncate(4096)
-        with pytest.raises(TruncatedError):
-            many_steps(engine, state)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "hipHostMalloc:{n}:2",
-        "hipMalloc:{n}:2",
-        "hipStreamCreateWithFlags:3:2",
-        "hipMemcpyAsync:{n}:1",
-    ],
-)
-@pytest.mark.parametrize("n", [3, 7])
-def test_a_failed_load_leaves_nothing(sim: Control, micro_path: Path, fault: str, n: int) -> None:
-    before = sim.live()
-    sim.set(fail=fault.format(n=n))
-    with pytest.raises(HipError):
-        HipEngine.load(micro_path, max_context=16, cache=THRASH)
-    sim.set(fail="")
-    assert sim.live() == before
-
-
-def test_a_failed_copy_of_an_expert_is_told_and_leaves_nothing(
-    sim: Control, micro_path: Path
-) -> None:
-    before = sim.live()
-    with HipEngine.load(micro_path, max_context=64, batch_tokens=8, cache=THRASH) as engine:
-        state = engine.new_state()
-        engine.forward(state, PROMPT)
-        sim.set(fail="hipMemcpyAsync:9:1")
-        with pytest.raises(HipError):
-            many_steps(engine, state)
-        sim.set(fail="")
-    assert sim.live() == before
-
-
-def test_an_engine_that_is_closed_while_it_reads_leaves_nothing(
-    sim: Control, micro_path: Path
-) -> None:
-    before = sim.live()
-    engine = HipEngine.load(micro_path, max_context=64, cache=THRASH)
-    engine.forward(engine.new_state(), PROMPT)
-    sim.set(delay_us=DELAY_US)
-    engine._paging._predictor.begin(np.arange(2, 40), "prefill")  # type: ignore[union-attr]
-    engine.close()
-    sim.set(delay_us=0)
-    assert sim.live() == before
-
-
-# ------------------------------------------------------------------ mistakes made on purpose
-
-
-def stale_pointers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PointerTables, "_upload", lambda self, layer: None)
-
-
-def staging_reused_early(patch: pytest.MonkeyPatch) -> None:
-    """The next expert is read where the copy of this one still reads; then all wait."""
-    patch.setattr(transport._Lane, "_await_copy", lambda self: None)
-    acquire = Pager.acquire
-
-    def acquired(self: Pager, *rest: Any) -> Lease:
-        lease = acquire(self, *rest)
-        self._transport._stream.synchronize()  # type: ignore[attr-defined]
-        return lease
-
-    patch.setattr(Pager, "acquire", acquired)
-
-
-def resident_before_the_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transport._Lane, "_await_copy", lambda self: None)
-    patch.setattr(expert_cache, "THREADS", 1)  # so that no other read comes in between
-
-
-def slots_given_back_early(patch: pytest.MonkeyPatch) -> None:
-    """Kernels still read the slots that the next band's experts are written to."""
-    release = Lease.release
-    patch.setattr(Lease, "release", lambda self, event=None: release(self))
-
-
-MUTANTS = [
-    stale_pointers,
-    staging_reused_early,
-    resident_before_the_copy,
-    slots_given_back_early,
-]
+# ------------------------------------------------------------------ reading ahead
 
 
 @pytest.fixture
-def differs(sim: Control, micro_path: Path, load: Load) -> Callable[[], bool]:
-    """Whether a slow device that thrashes gives other logits than one that holds all experts.
-
-    The host does not wait between the batches of a prompt.
-    """
-    whole = load(micro_path, max_context=64, batch_tokens=4)
-    wanted = whole.forward(whole.new_state(), 2 * PROMPT)
-
-    def differs() -> bool:
-        engine = load(micro_path, max_context=64, batch_tokens=4, cache=THRASH)
-        for seed in range(1, 7):
-            sim.set(delay_us=DELAY_US, delay_seed=seed)
-            found = engine.forward(engine.new_state(), 2 * PROMPT)
-            sim.set(delay_us=0)
-            if not np.array_equal(found, wanted):
-                return True
-        return False
-
-    return differs
+def adapter(micro_path: Path, tmp_path: Path) -> Path:
+    """A predictor of the learned layer that knows nothing: its guesses are arbitrary."""
+    random, d = np.random.default_rng(8), CONFIG["hidden_size"]
+    parts = random.standard_normal((4, d)), random.standard_normal((EXPERTS, 4)), np.zeros(EXPERTS)
+    entry = Entry(*(part.astype(np.float32) for part in parts))
+    with Reader(micro_path) as reader:
+        about = About(artifact_identity(reader), STATE, TARGET, NORMALISATION, 0.1, 1, ("",))
+    write_adapter(tmp_path / "adapter", Adapter({0: entry}, about))
+    return tmp_path / "adapter"
 
 
-def test_a_slow_device_gives_the_same_bits(differs: Callable[[], bool]) -> None:
-    assert not differs()
-
-
-@pytest.mark.parametrize("mutate", MUTANTS)
-def test_mutants_are_caught(
-    mutate: Callable[[pytest.MonkeyPatch], None],
-    differs: Callable[[], bool],
-    monkeypatch: pytest.MonkeyPatch,
+def test_guesses_are_made_from_what_routers_see_and_change_no_bit(
+    load: Load, micro_path: Path, resident: Logits, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutate(monkeypatch)
-    assert differs()
+    seen: dict[tuple[int, int], F32] = {}
+    see = Prefetcher.see
+
+    def remembering(self: Prefetcher, layer: int, ids: Any, logits: Any, x: F32) -> None:
+        seen[layer, len(x)] = x
+        see(self, layer, ids, logits, x)
+
+    monkeypatch.setattr(Prefetcher, "see", remembering)
+    cache = CacheOptions(slots=CHOSEN, adapter=adapter, prefetch_top=2)
+    engine = load(micro_path, max_context=64, batch_tokens=8, cache=cache)
+    same_bits(walk(engine), resident)
+    counts = counts_of(engine)
+    assert counts["speculative"]["issued"] > 0
+    # A router's products are those of what it saw: the gate's rows times x.
+    state = engine.new_state()
+    shown: dict[str, Any] = {}
+    engine.forward(state, PROMPT[:5], trace=lambda name, values: shown.update({name: values}))
+    with Reader(micro_path) as reader:
+        gate = Tensors(reader).values("layers.1.ffn.gate.weight", EXPERTS, CONFIG["hidden_size"])
+        bias = Tensors(reader).values("layers.1.ffn.gate.bias", EXPERTS)
+    chosen = route(seen[1, 5] @ gate.T, bias, CHOSEN)
+    np.testing.assert_array_equal(chosen, shown["l1.route_idx"])
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_ids_of_a_band_go_up_before_the_next_are_written(
-    sim: Control, micro_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, waits: bool
+def test_a_profile_warms_the_cache(
+    load: Load, micro_path: Path, resident: Logits, tmp_path: Path
 ) -> None:
-    """Where a step is all hits and hash layers, nothing else makes the host wait for the copy."""
-    engine = load(micro_path, max_context=64, batch_tokens=4, cache=THRASH)
-    paging, stream = engine._paging, engine.backend.stream
-    assert paging is not None
-    if not waits:
-        monkeypatch.setattr(DevicePaging, "_await_ids", lambda self: None)
-    first, second = (np.full((4, CHOSEN), fill, np.int32) for fill in (1, 2))
-    kept = engine.backend.device.alloc(first.nbytes)
-    stream.synchronize()
-    sim.set(delay_us=50_000, delay_seed=3)
-    paging._send(first)
-    stream.move(kept.address, paging._ids.place.address, first.nbytes)
-    paging._send(second)
-    sim.set(delay_us=0)
-    found = np.empty_like(first)
-    stream.download(found, kept.address)
-    np.testing.assert_array_equal(found, first if waits else second)
+    trace, profile = tmp_path / "run.trace", tmp_path / "profile"
+    cold = load(micro_path, max_context=64, cache=CacheOptions(slots=CHOSEN, trace=trace))
+    walk(cold)
+    cold.close()
+    write_profile(profile, Profile.of(read_trace(trace)))
+    cache = CacheOptions(slots=CHOSEN, profile=profile)
+    warm = load(micro_path, max_context=64, batch_tokens=8, cache=cache)
+    deadline = time.monotonic() + 30
+    while counts_of(warm)["loading"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert counts_of(warm)["warm"]["issued"] == LAYERS * CHOSEN
+    same_bits(walk(warm), resident)
+    assert counts_of(warm)["prefill"]["warm_hits"] > 0
