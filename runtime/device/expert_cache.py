@@ -111,12 +111,13 @@ class ExpertCache:
             )
         else:
             self._plan = plan = self._owned_alone(owned)
-        if plan.resident and options.owner is None:
+        resident = plan.resident and options.owner is None
+        if options.require_receipt or (options.check_reads and not resident):
+            self._digests = Digests.of(self._reader, self.notes, require=options.require_receipt)
+        if resident:
             self.notes.append(f"all {plan.slots} experts of every layer fit: paging is off")
             return True
         self.pools.size(plan.counts)
-        if options.check_reads:
-            self._digests = Digests.of(self._reader, self.notes, require=options.require_receipt)
         return False
 
     def open(
@@ -128,6 +129,8 @@ class ExpertCache:
         ids: BandIds,
     ) -> DevicePaging:
         """Begin to serve; everything has memory, and ``source`` has been filled."""
+        if self._digests is not None:
+            self._digests.settle()
         if self._plan is None:
             raise RuntimeError("the slots were not sized")
         by_token = {

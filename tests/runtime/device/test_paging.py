@@ -228,8 +228,10 @@ def test_what_a_device_cannot_do_is_refused(load: Load, micro_path: Path, tmp_pa
     check_refused(CacheError, lambda: load(micro_path, cache=held), says=["--expert-cache"])
     ranks = Spread(tensor_parallel=2)
     check_refused(SpreadError, lambda: load(micro_path, cache=THRASH, spread=ranks))
-    receipt = CacheOptions(slots=CHOSEN, require_receipt=True)
-    check_refused(ReceiptError, lambda: load(micro_path, cache=receipt))
+    for asked in ({"slots": CHOSEN}, {"budget": "auto"}):  # also where nothing will be read
+        receipt = CacheOptions(require_receipt=True, **asked)
+        with pytest.raises(ReceiptError):
+            load(micro_path, cache=receipt)
     assert not list(tmp_path.iterdir())
 
 
