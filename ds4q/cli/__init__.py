@@ -28,7 +28,7 @@ COMMANDS = {
     "inspect": "Show what is in an artifact, a receipt, a trace or a checkpoint.",
     "run": "Generate text from an artifact.",
     "calibrate": "Measure what a model's experts see, for quantize --imatrix.",
-    "cache": "Price expert caches by a recorded run, and make warm-start profiles.",
+    "cache": "Choose an expert cache by what a recorded run asked for.",
     "adapter": "Fit and judge what predicts experts, for run --prefetch.",
     "doctor": "Report what this machine can do.",
 }

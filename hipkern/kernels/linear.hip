@@ -10,7 +10,7 @@
 //   tokens.
 //
 // linear measured on an NVIDIA H200 (device copy 4.28 TB/s), graph replays over more than its cache
-// holds: BF16 [129280][4096] 248 us (100 % of the copy), [4096][8192] 18.6 us (84 %); Q8F16
+// holds: BF16 [129280][4096] 242 us (102 % of the copy), [4096][8192] 17.4 us (90 %); Q8F16
 // [32768][1024] 13.6 us (61 %), [4096][8192] 15.9 us (52 %). Nothing here has run on AMD hardware.
 #include "ds4q_rows.h"
 

@@ -65,7 +65,7 @@ def tiny(tiny_path: Path) -> Iterator[tuple[Reader, Catalogue]]:
 
 def test_a_transport_fills_all_slots(tiny: tuple[Reader, Catalogue]) -> None:
     reader, catalogue = tiny
-    before = set(os.listdir("/proc/self/fd"))
+    before, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
     slots, log = HostSlots(), Log()
     experts = ExpertReader(reader, catalogue, bounces=3)
     transport = HostTransport(catalogue, experts, slots, threads=3)
@@ -83,7 +83,7 @@ def test_a_transport_fills_all_slots(tiny: tuple[Reader, Catalogue]) -> None:
     transport.close()
     transport.close()
     assert set(os.listdir("/proc/self/fd")) == before
-    assert not [t for t in threading.enumerate() if t.name.startswith("ds4q-read")]
+    assert set(threading.enumerate()) == threads
     with pytest.raises(TransportClosedError):
         transport.start(fills[:1], log)
     assert len(log.calls) == len(fills)
