@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds4q.artifact.hfq import TensorEntry
@@ -47,12 +46,6 @@ class Record:
     def nbytes(self) -> int:
         """Bytes that are read of the file."""
         return sum(entry.nbytes for entry in self.entries)
-
-    @property
-    def one_run(self) -> bool:
-        """Whether the three lie back to back in the file, in any order: one read then does."""
-        ordered = sorted(self.entries, key=lambda entry: entry.offset)
-        return all(a.offset + a.nbytes == b.offset for a, b in pairwise(ordered))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,11 +80,3 @@ def _type_tile(typingctx: Any, a: Any, b: Any, out: Any) -> Any:
 
 
 tile = cast(Callable[[F32, F32, F32], None], intrinsic(_type_tile))
-
-
-def tile_reference(a: F32, b: F32, out: F32) -> None:
-    """What ``tile`` computes, bit for bit, in numpy."""
-    total = np.zeros((ROWS, LANES), dtype=np.float32)
-    for i in range(a.shape[1]):
-        total += a[:ROWS, i, None] * b[i, None, :LANES]
-    out[:ROWS, :LANES] = total
