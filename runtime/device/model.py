@@ -120,7 +120,7 @@ def _layer(
     c: ModelConfig, source: DeviceSource, layer: int, path: object, slots: Slots | None
 ) -> LayerWeights:
     name = f"layers.{layer}"
-    attn, ffn, shared = f"{name}.attn", f"{name}.ffn", f"{name}.ffn.shared_experts"
+    attn, ffn = f"{name}.attn", f"{name}.ffn"
     ratio, heads, width, d = (
         c.compress_ratios[layer],
         c.num_attention_heads,
@@ -128,7 +128,7 @@ def _layer(
         c.hidden_size,
     )
     ranks, grouped = c.o_groups * c.o_lora_rank, heads * width // c.o_groups
-    hashed, inner = c.is_hash_layer(layer), c.moe_intermediate_size
+    hashed = c.is_hash_layer(layer)
     return LayerWeights(
         ratio,
         _hyper(c, source, f"{name}.hc_attn", f"{name}.attn_norm.weight"),
@@ -150,11 +150,7 @@ def _layer(
         )
         if hashed
         else None,
-        [
-            source.matrix(f"{shared}.w1.weight", inner, d),
-            source.matrix(f"{shared}.w3.weight", inner, d),
-            source.matrix(f"{shared}.w2.weight", d, inner),
-        ],
+        _shared(c, source, f"{ffn}.shared_experts", path),
         _experts(c, source, layer, path) if slots is None else _pooled(source, layer, *slots),
     )
 
@@ -216,6 +212,15 @@ def _pooled(
         [source.pooled(entry, base) for entry, base in zip(record.entries, bases, strict=True)]
         for record in catalogue.packed[layer]
     ]
+
+
+def _shared(c: ModelConfig, source: DeviceSource, name: str, path: object) -> list[Matrix]:
+    """Gate, up, down of the expert that every token uses."""
+    d, width = c.hidden_size, c.moe_intermediate_size
+    gate = source.matrix(f"{name}.w1.weight", width, d)
+    up = source.matrix(f"{name}.w3.weight", width, d)
+    check_gate_and_up(name, gate.entry.type_id, up.entry.type_id, path)
+    return [gate, up, source.matrix(f"{name}.w2.weight", d, width)]
 
 
 def _check_sizes(c: ModelConfig, path: object) -> None:

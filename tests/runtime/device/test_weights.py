@@ -30,6 +30,7 @@ from tests.runtime.artifacts import Packed, write
 from tests.runtime.device.micro import CONFIG, tensors, write_micro
 
 EXPERT = "layers.1.ffn.experts.2"
+SHARED = "layers.1.ffn.shared_experts"
 
 
 def downloaded(backend: HipBackend, matrix: Matrix) -> bytes:
@@ -101,6 +102,12 @@ BAD: list[tuple[dict[str, Packed | None], type[RunError], str, str]] = [
         {f"{EXPERT}.w3.weight": (BF16, (32, 64), np.zeros(32 * 64 * 2, np.uint8))},
         ModelTensorError,
         f"{EXPERT}.w3.weight",
+        "differ in type",
+    ),
+    (
+        {f"{SHARED}.w3.weight": (F32, (32, 64), np.zeros(32 * 64 * 4, np.uint8))},
+        ModelTensorError,
+        f"{SHARED}.w3.weight",
         "differ in type",
     ),
 ]
