@@ -183,6 +183,8 @@ def artifact_identity(reader: Reader) -> str:
 class Recorder:
     """Writes a trace; any thread may add records. The file has its name once ``close`` is called.
 
+    A trace without a dispatch is no trace: it is dropped, and what stood at ``path`` stays.
+
     Parameters
     ----------
     path : replaced if it exists
@@ -194,6 +196,7 @@ class Recorder:
         self._partial = self._path.with_name(self._path.name + ".partial")
         self._lock = threading.Lock()
         self._records = 0
+        self._empty = True
         self._file: BinaryIO | None = self._partial.open("wb")
         front = _FRONT.pack(MAGIC, VERSION) + canonical(asdict(header))
         self._file.write(_FRAME.pack(_SKIPPABLE, len(front)) + front)
@@ -226,6 +229,7 @@ class Recorder:
         served = np.asarray(distinct, dtype="<u2").tobytes()
         met = np.asarray(outcomes, dtype=np.uint8).tobytes()
         self._write(_Kind.BAND, head, chosen.tobytes(), served, met)
+        self._empty = False
 
     def warm(self, layer: int, expert: int) -> None:
         """Add an expert that the warm start made resident."""
@@ -270,7 +274,10 @@ class Recorder:
             with file:
                 self._stream.write(_KIND.pack(_Kind.END) + _END.pack(self._records))
                 self._stream.close()
-            os.replace(self._partial, self._path)
+            if self._empty:  # of a load that failed, say
+                self._partial.unlink()
+            else:
+                os.replace(self._partial, self._path)
 
     def _write(self, kind: _Kind, *parts: bytes) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,23 @@ def test_a_failed_load_leaves_nothing(sim: Control, micro_path: Path, fault: str
         HipEngine.load(micro_path, max_context=16, cache=THRASH)
     sim.set(fail="")
     assert sim.live() == before
+
+
+def test_a_failed_load_leaves_an_earlier_trace_alone(
+    sim: Control, micro_path: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "run.trace"
+    cache = replace(THRASH, trace=trace)
+    with HipEngine.load(micro_path, max_context=16, cache=cache) as engine:
+        engine.forward(engine.new_state(), PROMPT)
+    before = trace.read_bytes()
+    sim.set(fail="hipStreamCreateWithFlags:3:2")  # of the transport
+    with pytest.raises(HipError):
+        HipEngine.load(micro_path, max_context=16, cache=cache)
+    sim.set(fail="")
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [
+        ("run.trace", before)
+    ]
 
 
 def test_a_failed_copy_of_an_expert_is_told_and_leaves_nothing(

@@ -349,6 +349,24 @@ def test_a_failed_load_leaves_nothing_open(
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_failed_load_leaves_an_earlier_trace_alone(
+    random_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trace = tmp_path / "run.trace"
+    with paged(random_path, trace=trace) as engine:
+        greedy(engine, 1)
+    before = trace.read_bytes()
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise CacheError("no pager")
+
+    monkeypatch.setattr(cache_module, "Pager", fail)
+    check_refused(CacheError, lambda: paged(random_path, trace=trace), says=["no pager"])
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [
+        ("run.trace", before)
+    ]
+
+
 def test_closing_ends_every_thread_and_file(random_path: Path) -> None:
     def open_things() -> tuple[set[str], set[str]]:
         threads = {thread.name for thread in threading.enumerate()}

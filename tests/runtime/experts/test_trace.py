@@ -90,12 +90,23 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
 def test_a_trace_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "t", streams.header())
     recorder.warm(0, 1)
+    recorder.dispatch(0, 0, "decode", 0, 0, [[1, 2, 3]], [1, 2, 3], [0, 1, 1])
     assert not (tmp_path / "t").exists()
     recorder.close()
     recorder.close()
     assert [each.name for each in tmp_path.iterdir()] == ["t"]
     with pytest.raises(TraceError, match="after the trace was closed"):
         recorder.warm(0, 2)
+
+
+def test_a_run_that_dispatched_nothing_leaves_an_earlier_trace_alone(path: Path) -> None:
+    before = path.read_bytes()
+    recorder = Recorder(path, streams.header())
+    recorder.warm(0, 1)
+    recorder.gone(0, 1)
+    recorder.close()
+    assert path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_the_same_run_writes_the_same_bytes(path: Path, tmp_path: Path) -> None:
