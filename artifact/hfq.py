@@ -219,6 +219,10 @@ class Reader:
             )
         self.pread_into(out, entry.offset + start)
 
+    def expect(self, entry: TensorEntry, start: int, nbytes: int) -> None:
+        """Payload bytes that are read next: the system may bring them nearer meanwhile."""
+        os.posix_fadvise(self._fd, entry.offset + start, nbytes, os.POSIX_FADV_WILLNEED)
+
     def read(self, name: str) -> U8:
         """The whole payload of ``name`` as a fresh 1-D array."""
         entry = self.entry(name)

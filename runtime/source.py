@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -208,11 +209,15 @@ class ArtifactSource(Tensors):
         """
         total = sum(entry.nbytes for entry, _ in self._planned)
         done = 0
+        pieces = [
+            _Piece(entry, buffer, first, last)
+            for entry, buffer in self._planned
+            for first, last in row_pieces(entry)
+        ]
         with ThreadPoolExecutor(_LANES, "ds4q-read") as pool:
             jobs = [
-                pool.submit(self._read_rows, entry, buffer, first, last)
-                for entry, buffer in self._planned
-                for first, last in row_pieces(entry)
+                pool.submit(self._read_piece, piece, pieces[n : n + 1])
+                for n, piece in enumerate(pieces, _LANES)
             ]
             try:
                 for job in as_completed(jobs):
@@ -229,12 +234,31 @@ class ArtifactSource(Tensors):
         rows, cols = entry.shape
         return Weight(entry.type_id, rows, cols, buffer, self.coding(entry))
 
-    def _read_rows(self, entry: TensorEntry, buffer: U8, first: int, last: int) -> int:
-        row_bytes = entry.nbytes // entry.shape[0]
-        part = buffer[first * row_bytes : last * row_bytes]
-        self._reader.read_into(entry, part, first * row_bytes)
+    def _read_piece(self, piece: _Piece, following: Sequence[_Piece]) -> int:
+        """Read and check a piece; the disk goes on with ``following`` while this one is checked."""
+        for each in following:
+            self._reader.expect(each.entry, *each.span)
+        entry, buffer, first, last = piece
+        start, nbytes = piece.span
+        part = buffer[start : start + nbytes]
+        self._reader.read_into(entry, part, start)
         self.check_rows(entry, part, first, last)
-        return part.nbytes
+        return nbytes
+
+
+class _Piece(NamedTuple):
+    """Rows ``first`` .. ``last - 1`` of a tensor whose bytes go into ``buffer``."""
+
+    entry: TensorEntry
+    buffer: U8
+    first: int
+    last: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where its bytes begin, and how many they are."""
+        row_bytes = self.entry.nbytes // self.entry.shape[0]
+        return self.first * row_bytes, (self.last - self.first) * row_bytes
 
 
 def row_pieces(entry: TensorEntry) -> list[tuple[int, int]]:

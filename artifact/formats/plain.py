@@ -76,11 +76,13 @@ class BF16Codec(Codec):
         return packed.view(np.uint8).reshape(len(values), -1)
 
     def validate_units(self, units: U8, *, first: int, path: object, tensor: str | None) -> None:
-        exponent = units.reshape(-1).view("<u2") & 0x7F80
-        bad = np.flatnonzero(exponent == 0x7F80)
-        if bad.size:
+        # Of either sign, what is not finite is above all that is. Two maxima are four times as fast
+        # as a mask, and every load of a model looks at gigabytes of these.
+        bits = units.reshape(-1).view("<u2")
+        if bits.max(initial=0) >= 0xFF80 or bits.view("<i2").max(initial=0) >= 0x7F80:
+            at = first + int(np.argmax(bits & 0x7F80 == 0x7F80))
             raise PayloadValueError(
-                "value is not finite", path=path, tensor=tensor, found=f"element {first + bad[0]}"
+                "value is not finite", path=path, tensor=tensor, found=f"element {at}"
             )
 
 

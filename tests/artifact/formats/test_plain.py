@@ -141,6 +141,17 @@ def test_validate_names_the_element(codec: Codec, bad: int) -> None:
         )
 
 
+def test_every_bf16_is_told_finite_or_not() -> None:
+    for pattern in range(1 << 16):
+        payload = np.array([0x3F80, pattern, 0xBF80], "<u2").view(np.uint8)
+        try:
+            BF16.validate(payload, (1, 3))
+            found = True
+        except PayloadValueError:
+            found = False
+        assert found == (pattern & 0x7F80 != 0x7F80), hex(pattern)
+
+
 @pytest.mark.parametrize("bad", [-1, 2**32, -(2**63)])
 def test_ids_out_of_range(bad: int) -> None:
     values = np.array([0, bad, 5], dtype=np.int64)
