@@ -414,6 +414,7 @@ class Pager:
             else:
                 self._retiring[layer].append((event, entries))
             self._change.notify_all()
+            self._layers[layer].rest()
 
     def _unpin(self, layer: int, entries: list[Entry]) -> None:
         for entry in entries:

@@ -1,7 +1,8 @@
 """Owns the rules that pick which expert leaves a full layer. Knows neither slots nor leases.
 
 A rule hears of every dispatch (``tick``), of every expert asked for (``touch``) and of what becomes
-resident and leaves. All of it is O(1), or O(log n) amortised; nothing looks ahead.
+resident and leaves. All of it is O(1), or O(log n) amortised; nothing looks ahead. What a rule can
+put off it does in ``rest``, while a device computes.
 
 ``auto`` runs LRU and decayed LFUs of several memories side by side, in shadow caches of a few
 layers, and follows whichever missed least of late. Experts of one topic stay in use while it
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from ds4q.runtime.errors import CacheError
 
@@ -38,34 +39,39 @@ _HEAVY = 1e100  # a weight that makes counts be scaled down
 Allowed = Callable[[int], bool]
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Ranks the resident experts of one layer."""
 
-    def tick(self) -> None:
+    def tick(self) -> None:  # noqa: B027 (most age by others' use)
         """A dispatch of the layer begins."""
 
+    def rest(self) -> None:  # noqa: B027 (most put nothing off)
+        """Nobody waits: do what a dispatch left to be done. Decides nothing that skipping it
+        would not."""
+
+    @abstractmethod
     def touch(self, expert: int) -> None:
         """``expert`` is asked for: once a dispatch, after ``insert`` if it was not resident."""
 
+    @abstractmethod
     def insert(self, expert: int) -> None:
         """``expert`` became resident. Until it is touched it goes first, the latest foremost: a
         warm start brings what was used most before what was used less."""
 
+    @abstractmethod
     def remove(self, expert: int) -> None:
         """``expert`` is resident no longer."""
 
+    @abstractmethod
     def victim(self, allowed: Allowed) -> int | None:
         """The first to go of those that may; None: none may. Nothing changes but by ``remove``."""
 
 
-class LRU:
+class LRU(Policy):
     """Least recently used."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
-
-    def tick(self) -> None:
-        """Nothing ages but by others' use."""
 
     def touch(self, expert: int) -> None:
         self._order.move_to_end(expert)
@@ -81,7 +87,7 @@ class LRU:
         return next(filter(allowed, self._order), None)
 
 
-class LFU:
+class LFU(Policy):
     """Least frequently used, where a use counts ``decay`` times less with every dispatch since.
 
     Counts outlive residency. Of equal counts the one not used for longer goes first.
@@ -153,7 +159,7 @@ class LFU:
         return self._count[expert], self._used[expert], expert
 
 
-class SLRU:
+class SLRU(Policy):
     """Segmented LRU: a second use protects, and the least recent of too many protected steps back.
 
     Parameters
@@ -166,9 +172,6 @@ class SLRU:
         self._new: set[int] = set()
         self._probation: OrderedDict[int, None] = OrderedDict()
         self._protected: OrderedDict[int, None] = OrderedDict()
-
-    def tick(self) -> None:
-        """Nothing ages but by others' use."""
 
     def touch(self, expert: int) -> None:
         if expert in self._protected:
@@ -288,7 +291,7 @@ class Chooser:
         self._spread = SURGE_MEMORY * (self._spread + (1 - SURGE_MEMORY) * off * off)
 
 
-class Auto:
+class Auto(Policy):
     """The shipped default; see the module.
 
     Parameters
@@ -305,14 +308,23 @@ class Auto:
         self._shadow_counting = [LFU(experts, decay) for decay in AUTO_DECAYS if shadowed]
         followed: list[Policy] = [LRU(), *self._shadow_counting]
         self._shadows = [Shadow(rule, slots) for rule in followed if shadowed]
+        self._followed = self._rules[chooser.choice]
+        self._put_off: list[tuple[str, tuple[int, ...]]] = []  # what other rules are to hear
         self._round = self._surges = self._residents = 0
         self._full = False
         self._asked: list[int] = []
         self._came: set[int] = set()
+        self._costs: list[int] = []  # of the dispatch before, by rule
+        self._missed = 0, 0  # asked, missing
 
     def tick(self) -> None:
-        self._settle()
+        self.rest()
         chooser = self._chooser
+        if self._costs:
+            chooser.charge(self._costs)
+        chooser.observe(*self._missed)
+        self._costs, self._missed = [], (0, 0)
+        self._came.clear()
         if self._round == chooser.round:
             chooser.next_round()
         self._round = chooser.round
@@ -321,37 +333,42 @@ class Auto:
             for rule in (*self._counting, *self._shadow_counting):
                 rule.forget(FORGET)
         self._full = self._residents == self._slots
-        for each in self._rules:
-            each.tick()
+        self._followed = self._rules[chooser.choice]
+        self._tell("tick")
+
+    def rest(self) -> None:
+        put_off, self._put_off = self._put_off, []
+        for rule in self._rules:
+            if rule is not self._followed:
+                for name, told in put_off:
+                    getattr(rule, name)(*told)
+        asked, self._asked = self._asked, []
+        if asked:
+            self._costs = [shadow.settle(asked) for shadow in self._shadows]
+        # Of a prefill, which asks for most of what there is, much is missing on any topic.
+        if asked and self._full and 2 * len(asked) <= self._slots:
+            self._missed = len(asked), sum(expert in self._came for expert in asked)
 
     def touch(self, expert: int) -> None:
         self._asked.append(expert)
-        for rule in self._rules:
-            rule.touch(expert)
+        self._tell("touch", expert)
 
     def insert(self, expert: int) -> None:
         self._residents += 1
         self._came.add(expert)
-        for rule in self._rules:
-            rule.insert(expert)
+        self._tell("insert", expert)
 
     def remove(self, expert: int) -> None:
         self._residents -= 1
-        for rule in self._rules:
-            rule.remove(expert)
+        self._tell("remove", expert)
 
     def victim(self, allowed: Allowed) -> int | None:
-        return self._rules[self._chooser.choice].victim(allowed)
+        return self._followed.victim(allowed)
 
-    def _settle(self) -> None:
-        """Tell the chooser of the dispatch before."""
-        asked, came = self._asked, self._came
-        self._asked, self._came = [], set()
-        if asked and self._shadows:
-            self._chooser.charge([shadow.settle(asked) for shadow in self._shadows])
-        # Of a prefill, which asks for most of what there is, much is missing on any topic.
-        if self._full and 2 * len(asked) <= self._slots:
-            self._chooser.observe(len(asked), sum(expert in came for expert in asked))
+    def _tell(self, name: str, *what: int) -> None:
+        """Tell the rule that is followed now, and the others in ``rest``."""
+        getattr(self._followed, name)(*what)
+        self._put_off.append((name, what))
 
 
 def decay_of(name: str) -> float:

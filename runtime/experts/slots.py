@@ -256,6 +256,10 @@ class LayerSlots:
         if entry.error is None and not entry.busy:
             self._busy -= 1
 
+    def rest(self) -> None:
+        """A dispatch has been served, and nobody waits."""
+        self._policy.rest()
+
     def describe(self) -> str:
         """What keeps the slots, in words."""
         held = sorted(

@@ -183,7 +183,7 @@ def artifact_identity(reader: Reader) -> str:
 class Recorder:
     """Writes a trace; any thread may add records. The file has its name once ``close`` is called.
 
-    A trace without a dispatch is no trace: it is dropped, and what stood at ``path`` stays.
+    A trace in which no layer was asked for anything is dropped, and what stood at ``path`` stays.
 
     Parameters
     ----------
@@ -258,6 +258,7 @@ class Recorder:
             hidden.shape[1], scores.shape[1],
         )  # fmt: skip
         self._write(_Kind.STATES, head, *(part.tobytes() for part in parts))
+        self._empty = False
 
     def router(
         self, layer: int, gate: npt.NDArray[np.float32], bias: npt.NDArray[np.float32]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.runtime.experts.predict import best
-from ds4q.runtime.experts.trace import Header, Recorder
+from ds4q.runtime.experts.trace import Header, Outcome, Recorder
 
 D, E, K, LAYERS = 12, 10, 3, 4
 
@@ -60,6 +60,8 @@ def write_states(
     recorder = Recorder(path, head)
     for layer in range(1, head.layers):
         recorder.router(layer, np.zeros((E, D), np.float32), model.bias)
+    asked = range(K)
+    recorder.dispatch(0, 0, "prefill", 0, 0, [[*asked]], asked, [Outcome.COMPULSORY] * K)
     for number in range(-(-tokens // batch)):
         first, count = number * batch, min(batch, tokens - number * batch)
         words = rng.integers(0, 50, count)

@@ -5,10 +5,12 @@ L layers, T tokens, K experts a token, E experts.
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 
 from ds4q.runtime.experts.policy import make_policies, parameters_of
 from ds4q.runtime.experts.replay import Asked, Cache, Workload, bands
@@ -85,3 +87,16 @@ def record(path: Path, ids: I64, made: Header, prompt: int = 0) -> Path:
                 )  # fmt: skip
     recorder.close()
     return path
+
+
+def altered(path: Path, records: bytes) -> Path:
+    """``path`` with other records, packed as they should be."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack_from("<I", raw, 4)
+    path.write_bytes(raw[: 8 + length] + zstandard.ZstdCompressor().compress(records))
+    return path
+
+
+def end(count: int) -> bytes:
+    """The last record of a trace."""
+    return struct.pack("<BQ", 0, count)

@@ -139,6 +139,7 @@ def test_policies_are_asked_in_one_order(monkeypatch: pytest.MonkeyPatch) -> Non
         "touch 5",
         "insert 6",
         "touch 6",
+        "rest",
     ]
 
 

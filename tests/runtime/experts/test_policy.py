@@ -26,14 +26,11 @@ from tests.runtime.experts import streams
 EXPERTS, SLOTS = 12, 5
 
 
-class SlowLRU:
+class SlowLRU(Policy):
     """The policy by its definition."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
-
-    def tick(self) -> None:
-        pass
 
     def touch(self, expert: int) -> None:
         self.order.remove(expert)
@@ -49,7 +46,7 @@ class SlowLRU:
         return next((e for e in self.order if allowed(e)), None)
 
 
-class SlowLFU:
+class SlowLFU(Policy):
     """Every use counted anew each time."""
 
     def __init__(self, decay: float) -> None:
@@ -80,7 +77,7 @@ class SlowLFU:
         return sum(self.decay ** (self.now - at) for at in self.uses[expert])
 
 
-class SlowSLRU:
+class SlowSLRU(Policy):
     """Two lists."""
 
     def __init__(self, most: int) -> None:
@@ -88,9 +85,6 @@ class SlowSLRU:
         self.probation: list[int] = []
         self.protected: list[int] = []
         self.fresh: set[int] = set()
-
-    def tick(self) -> None:
-        pass
 
     def insert(self, expert: int) -> None:
         self.probation.insert(0, expert)
@@ -151,6 +145,39 @@ def test_each_policy_is_its_definition(
                     held.add(expert)
                 one.touch(expert)
                 two.touch(expert)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("chance", [0.0, 0.5])
+def test_when_a_rule_rests_changes_nothing(name: str, chance: float) -> None:
+    layers, slots, experts = 3, 8, 32
+    for seed in range(3):
+        rng = random.Random(seed)
+        always, some = (make_policies(name, layers, slots, experts) for _ in range(2))
+        held: list[set[int]] = [set() for _ in range(layers)]
+        for token in range(300):
+            hot = token // 60 * 5  # topics, so that rules differ and misses surge
+            for layer, (one, two) in enumerate(zip(always, some, strict=True)):
+                asked = {(hot + int(rng.expovariate(0.2))) % experts for _ in range(4)}
+                one.tick()
+                two.tick()
+                for expert in asked - held[layer]:
+                    if len(held[layer]) >= slots:
+                        gone = one.victim(lambda e, asked=asked: e not in asked)  # type: ignore[misc]
+                        assert gone == two.victim(lambda e, asked=asked: e not in asked)  # type: ignore[misc]
+                        assert gone is not None
+                        held[layer].discard(gone)
+                        one.remove(gone)
+                        two.remove(gone)
+                    held[layer].add(expert)
+                    one.insert(expert)
+                    two.insert(expert)
+                for expert in asked:
+                    one.touch(expert)
+                    two.touch(expert)
+                one.rest()
+                if rng.random() < chance:
+                    two.rest()
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "lfu:0.9"])

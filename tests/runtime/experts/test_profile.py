@@ -11,7 +11,7 @@ import pytest
 
 from ds4q.runtime.errors import ProfileError, TraceError
 from ds4q.runtime.experts.profile import FORMAT, MARK, Profile, read_profile, write_profile
-from ds4q.runtime.experts.trace import Recorder, read_trace
+from ds4q.runtime.experts.trace import read_trace
 from tests.runtime.experts import streams
 
 LAYERS, EXPERTS, K = 2, 16, 3
@@ -95,6 +95,8 @@ def test_other_files_are_refused(raw: bytes, tmp_path: Path) -> None:
 
 
 def test_an_empty_trace_has_no_profile(tmp_path: Path) -> None:
-    Recorder(tmp_path / "t", streams.header()).close()
+    made = streams.record(
+        tmp_path / "t", streams.skewed(1, LAYERS, 1, EXPERTS, 3), streams.header()
+    )
     with pytest.raises(TraceError, match="records no dispatch"):
-        Profile.of(read_trace(tmp_path / "t"))
+        Profile.of(read_trace(streams.altered(made, streams.end(0))))

@@ -210,6 +210,7 @@ def test_a_warm_start_beyond_the_slots_is_refused(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "t", streams.header(slots=2))
     for expert in range(3):
         recorder.warm(0, expert)
+    recorder.dispatch(0, 0, "decode", 0, 0, [[0, 1, 2]], [0, 1], [3, 3])
     recorder.close()
     with pytest.raises(TraceError, match="a free slot"):
         reproduce(read_trace(tmp_path / "t"))
@@ -218,15 +219,16 @@ def test_a_warm_start_beyond_the_slots_is_refused(tmp_path: Path) -> None:
 def test_other_parameters_are_refused(tmp_path: Path) -> None:
     made = streams.header(policy="lfu")
     made.parameters["decay"] = 0.5
-    Recorder(tmp_path / "t", made).close()
+    recorder = Recorder(tmp_path / "t", made)
+    recorder.dispatch(0, 0, "decode", 0, 0, [[1, 2, 3]], [1, 2, 3], [1, 1, 1])
+    recorder.close()
     with pytest.raises(TraceError, match="other parameters of lfu"):
         reproduce(read_trace(tmp_path / "t"))
 
 
-def test_an_empty_trace_has_no_price(tmp_path: Path) -> None:
-    Recorder(tmp_path / "t", streams.header()).close()
+def test_an_empty_trace_has_no_price(path: Path) -> None:
     with pytest.raises(TraceError, match="records no dispatch"):
-        Workload.of(read_trace(tmp_path / "t"))
+        Workload.of(read_trace(streams.altered(path, streams.end(0))))
 
 
 # ------------------------------------------------------------------ prices

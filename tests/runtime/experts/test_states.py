@@ -136,4 +136,5 @@ def test_hash_layers_alone_have_nothing_to_record(tmp_path: Path) -> None:
         for layer in range(4):
             ids, logits, x = (np.zeros((1, n)) for n in (3, 10, 12))
             states.see(layer, ids.astype(np.int64), logits.astype(np.float32), x.astype("f4"))
-    assert list(read_trace(tmp_path / "t")) == []
+        recorder.dispatch(0, 0, "decode", 0, 0, [[0, 1, 2]], [0, 1, 2], [1, 1, 1])
+    assert len(list(read_trace(tmp_path / "t"))) == 1

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zstandard
 
 from ds4q.artifact.hfq import Reader
 from ds4q.runtime.errors import TraceError
@@ -38,24 +37,12 @@ def read(path: Path) -> list[object]:
     return [str(record) for record in read_trace(path)]
 
 
-def altered(path: Path, records: bytes) -> Path:
-    """``path`` with other records, packed as they should be."""
-    raw = path.read_bytes()
-    (length,) = struct.unpack_from("<I", raw, 4)
-    path.write_bytes(raw[: 8 + length] + zstandard.ZstdCompressor().compress(records))
-    return path
-
-
 def band(number: int = 0, phase: int = 1, layer: int = 0, tokens: int = 1, k: int = K,
          ids: tuple[int, ...] = (1, 2, 3), distinct: tuple[int, ...] = (1, 2, 3),
          outcomes: tuple[int, ...] = (1, 1, 1)) -> bytes:  # fmt: skip
     head = BAND.pack(1, number, 0, phase, 0, layer, tokens, k, len(distinct), 0, 0, 0, 30)
     parts = np.array([*ids, *distinct], "<u2").tobytes(), bytes(outcomes)
     return head + b"".join(parts)
-
-
-def end(count: int) -> bytes:
-    return struct.pack("<BQ", 0, count)
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
@@ -167,18 +154,18 @@ def test_any_altered_byte_gives_an_error_or_the_same_records(path: Path) -> None
         (struct.pack("<BHH", 2, 0, 16), "expert out of range"),
         (struct.pack("<BHH", 5, 2, 0), "layer out of range"),
         (b"\x63", "unknown kind of record, in record 0 at byte .*: found 99"),
-        (band() + end(2), "records are missing, .*: expected 2, found 1"),
+        (band() + streams.end(2), "records are missing, .*: expected 2, found 1"),
         (band(), "the trace is cut short, in record 1"),
-        (band() + end(1) + band(), "bytes follow the end"),
+        (band() + streams.end(1) + band(), "bytes follow the end"),
     ],
 )
 def test_impossible_records_are_refused(path: Path, records: bytes, says: str) -> None:
     with pytest.raises(TraceError, match=says):
-        read(altered(path, records))
+        read(streams.altered(path, records))
 
 
 def test_their_legal_twin_is_read(path: Path) -> None:
-    assert len(read(altered(path, band() + band(number=1) + end(2)))) == 2
+    assert len(read(streams.altered(path, band() + band(number=1) + streams.end(2)))) == 2
 
 
 def test_other_files_and_versions_are_named(path: Path, tmp_path: Path) -> None:
@@ -219,7 +206,7 @@ def test_headers_that_cannot_be_are_refused(path: Path, before: bytes, after: by
 def test_a_few_bytes_that_stand_for_gigabytes_cost_no_memory(path: Path, tmp_path: Path) -> None:
     import tracemalloc
 
-    forged = altered(path, band() + bytes(256 << 20))  # then END records without an end
+    forged = streams.altered(path, band() + bytes(256 << 20))  # then END records without an end
     assert forged.stat().st_size < 20_000
     tracemalloc.start()
     with pytest.raises(TraceError, match="records are missing"):
