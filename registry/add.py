@@ -1,0 +1,329 @@
+"""Owns registering a local artifact: its entry, computed from the file, in the user's registry.
+
+What a file says of itself is taken from it and its receipt, never typed: bytes, digest, arch_id,
+quantization, recipe, sidecars. Removes nothing, and copies no artifact.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ds4q.artifact.check import own_metadata
+from ds4q.artifact.hfq import Reader
+from ds4q.artifact.writer import fsync_folder
+from ds4q.registry.arch import ARCH_NAMES, quant_for
+from ds4q.registry.entries import (
+    SCHEMA_VERSION,
+    Entry,
+    Registry,
+    check_document,
+    read_document,
+)
+from ds4q.registry.errors import RegistryError
+from ds4q.registry.installed import companions
+from ds4q.registry.names import plain_name
+from ds4q.registry.rules import GB, SIDECAR_KINDS
+from ds4q.registry.schema import canonical
+from ds4q.registry.sources import write_whole
+from ds4q.registry.store import digest_of
+from ds4q.registry.verify import check_draft, check_receipt
+
+COMPUTED = frozenset(
+    {"arch_id", "file", "quant", "quant_recipe", "sha256", "size_bytes", "size_gb", "unverified"}
+    | {*SIDECAR_KINDS}
+)
+"""Keys of an entry that come from the files; all others are kept when a tag is registered again."""
+
+_DIGITS = 3  # of a size in GB, for people
+
+
+class AddError(RegistryError):
+    """A file cannot be registered under this tag."""
+
+    rule = "cannot register"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a user may say of an artifact; None keeps what was said before, or says nothing.
+
+    ``drafts`` are files of draft models; None takes those that are the artifact's by name.
+    """
+
+    tag: str
+    desc: str | None = None
+    min_vram_gb: float | None = None
+    adapter: Path | None = None
+    drafts: Sequence[Path] | None = None
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What registering did: the entry, where it stands, and the keys that are not as before.
+
+    ``was`` is what stood there before, None for a new tag.
+    """
+
+    tag: str
+    entry: Mapping[str, Any]
+    path: Path
+    was: Mapping[str, Any] | None
+    changed: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def check_wish(registry: Registry, file: str, wish: Wish) -> None:
+    """Refuse, before any work, a tag or a file name that could not be registered.
+
+    Raises
+    ------
+    UnsafeNameError : ``file`` is not a plain name
+    AddError : ``wish.tag`` is an alias, is published by others, or names another file
+    """
+    plain_name(file, what="name of the artifact")
+    tag = wish.tag
+    if tag in registry.aliases:
+        raise AddError(
+            f"{tag!r} is an alias of {registry.aliases[tag]!r}",
+            remedy="choose another tag, or register it under that one",
+        )
+    earlier = registry.entries.get(tag)
+    if earlier is None or wish.replace:
+        return
+    if earlier.repo:
+        raise AddError(
+            f"{tag!r} is what {earlier.repo} publishes",
+            path=registry.origin,
+            remedy="choose another tag, or replace it here with --force",
+        )
+    if earlier.sha256 is not None and earlier.file != file:
+        raise AddError(
+            f"{tag!r} names another file",
+            path=registry.origin,
+            expected=earlier.file,
+            found=file,
+            remedy="choose another tag, or replace it with --force",
+        )
+
+
+@dataclass(slots=True)
+class _Described:
+    entry: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+
+
+def add(
+    registry: Registry,
+    local: Path,
+    file: Path,
+    wish: Wish,
+    *,
+    digests: Mapping[Path, str] | None = None,
+    check_adapter: Callable[[Path, Path], None] | None = None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> Added:
+    """Register ``file`` under ``wish.tag`` in the registry at ``local``.
+
+    Doing so again changes nothing, unless the file or the wish changed.
+
+    Parameters
+    ----------
+    registry : all that is known, to find clashes
+    local : the user's own registry; made where there is none
+    digests : SHA-256 (hex) of files that this process has just written, by path
+    check_adapter : called with an adapter and the trunk; raises where they do not pair
+    advance : hears of bytes that were read
+
+    Raises
+    ------
+    AddError : a name is taken, or a sidecar belongs to another trunk
+    ArtifactError, UnknownQuantError : the file is not sound, or nobody knows its quantization
+    DocumentError : the registry at ``local`` cannot be read
+    """
+    check_wish(registry, file.name, wish)
+    earlier = registry.entries.get(wish.tag)
+    described = _describe(file, wish, earlier, digests or {}, check_adapter, advance)
+    entry = described.entry
+    _check_rules(registry, wish.tag, entry)
+    with _locked(local):
+        was = _change(local, wish.tag, entry)
+    before = was or {}
+    changed = sorted(k for k in {*entry, *before} if entry.get(k) != before.get(k))
+    return Added(wish.tag, entry, local, was, tuple(changed), tuple(described.warnings))
+
+
+def forget(local: Path, tag: str) -> bool:
+    """Take a tag out of the user's own registry; whether it was there. No file of a model goes."""
+    with _locked(local):
+        return _change(local, tag, None) is not None
+
+
+def _describe(
+    file: Path,
+    wish: Wish,
+    earlier: Entry | None,
+    digests: Mapping[Path, str],
+    check_adapter: Callable[[Path, Path], None] | None,
+    advance: Callable[[int], None],
+) -> _Described:
+    """The entry of a file."""
+
+    def digest(path: Path) -> str:
+        return digests.get(path) or digest_of(path, advance=advance)
+
+    with Reader(file) as reader:
+        ours = own_metadata(reader)
+        sha256 = digest(file)
+        reader.check_unchanged()
+        entry: dict[str, Any] = {
+            "repo": "",
+            "file": file.name,
+            "sha256": sha256,
+            "size_bytes": reader.file_bytes,
+            "size_gb": _rounded(reader.file_bytes / GB),
+            "arch_id": reader.arch_id,
+            "quant": quant_for(file.name, ours),
+        }
+        if ours is not None:
+            entry["quant_recipe"] = ours["recipe"]
+        described = _Described(entry)
+        beside = companions(file.name)
+        receipt = file.with_name(next(n for n, kind in beside.items() if kind == "receipt"))
+        if receipt.exists():
+            check_receipt(receipt, sha256, reader.file_bytes)
+            entry["receipt"] = _sidecar(receipt, digest_of(receipt))
+        else:
+            described.warnings.append(f"{receipt} is not there: registered without a receipt")
+        drafts = wish.drafts
+        if drafts is None:
+            named = [file.with_name(n) for n, kind in beside.items() if kind != "receipt"]
+            drafts = [path for path in named if path.exists()]
+        for draft in drafts:
+            kind = beside.get(draft.name)
+            if kind is None or kind in entry:
+                raise AddError(
+                    "not a draft of this artifact by its name",
+                    path=draft,
+                    expected=" or ".join(n for n, k in beside.items() if k != "receipt"),
+                )
+            check_draft(draft, reader)
+            entry[kind] = _sidecar(draft, digest(draft))
+        if wish.adapter is not None:
+            if check_adapter is not None:
+                check_adapter(wish.adapter, file)
+            entry["adapter"] = _sidecar(wish.adapter, digest_of(wish.adapter))
+        entry |= _said(entry, reader, wish, earlier)
+    return described
+
+
+def _sidecar(path: Path, sha256: str) -> dict[str, Any]:
+    return {"file": path.name, "sha256": sha256, "size_bytes": path.stat().st_size}
+
+
+def _said(
+    entry: Mapping[str, Any], reader: Reader, wish: Wish, earlier: Entry | None
+) -> dict[str, Any]:
+    """What people say of an artifact, or what stands in for it."""
+    before = {} if earlier is None else dict(earlier.raw)
+    said = {key: value for key, value in before.items() if key not in COMPUTED}
+    if wish.replace or (earlier is not None and earlier.repo):
+        said = {}  # another model's words
+    said["repo"] = ""
+    said.pop("revision", None)
+    if wish.desc is not None:
+        said["desc"] = wish.desc
+    said.setdefault("desc", _description(entry, reader))
+    if wish.min_vram_gb is not None:
+        said["min_vram_gb"] = wish.min_vram_gb
+    said.setdefault("min_vram_gb", _rounded_up(entry["size_bytes"] / GB))
+    generation = reader.metadata.get("generation_config")
+    if "sampling" not in said and isinstance(generation, dict):
+        known = {k: generation[k] for k in ("temperature", "top_p") if k in generation}
+        said |= {"sampling": known} if known else {}
+    return said
+
+
+def _description(entry: Mapping[str, Any], reader: Reader) -> str:
+    ours = own_metadata(reader) or {}
+    model = ARCH_NAMES.get(reader.arch_id, f"arch {reader.arch_id}")
+    recipe = f", recipe {entry['quant_recipe']}" if "quant_recipe" in entry else ""
+    part = ", a part of the model only" if ours.get("partial") else ""
+    return f"{model} as {entry['quant']}{recipe}{part}"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _rounded_up(value: float) -> float:
+    """``value`` in as many digits, never less than it is."""
+    step = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
+    return _rounded(math.ceil(value / step) * step)
+
+
+def _check_rules(registry: Registry, tag: str, entry: Mapping[str, Any]) -> None:
+    """Refuse an entry that the strict rules refuse, alone or beside those that are there."""
+    before = {each: one.raw for each, one in registry.entries.items()}
+
+    def problems(models: Mapping[str, Any]) -> Iterator[str]:
+        document = _document(models, registry.aliases)
+        return map(str, check_document(canonical(document).encode(), registry.origin))
+
+    old = set(problems(before)) if before else set()
+    new = [problem for problem in problems(before | {tag: entry}) if problem not in old]
+    if new:
+        raise AddError("; ".join(new), remedy="choose another tag or file name")
+
+
+def _document(models: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "generated_at": now,
+        "models": dict(models),
+        "aliases": dict(aliases),
+    }
+
+
+@contextmanager
+def _locked(local: Path) -> Iterator[None]:
+    """One process at a time changes the user's registry."""
+    local.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(local.with_name(local.name + ".lock"), flags, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _change(local: Path, tag: str, entry: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Put ``entry`` under ``tag``, or take it out, and return what stood there before."""
+    models: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    if local.exists():
+        held = read_document(local.read_bytes(), str(local))
+        models = {each: one.raw for each, one in held.entries.items()}
+        aliases = dict(held.aliases)
+    was: Mapping[str, Any] | None = models.pop(tag, None)
+    if entry is not None:
+        models[tag] = entry
+    if was == entry:
+        return was
+    if not models:
+        local.unlink()  # a document holds one entry or more
+    else:
+        kept = {alias: to for alias, to in aliases.items() if to in models}
+        write_whole(local, canonical(_document(models, kept)))
+    fsync_folder(local.parent)
+    return was

@@ -1,0 +1,119 @@
+"""Owns removing models: exactly the files that a tag registers, and none that another one needs.
+
+Nothing is removed before the whole list is known and has been found safe.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds4q.artifact.writer import fsync_folder
+from ds4q.registry.entries import Entry, Registry
+from ds4q.registry.errors import RegistryError, UnknownTagError
+from ds4q.registry.installed import companions, registered_files
+from ds4q.registry.store import Store
+
+
+class RemovalError(RegistryError):
+    """Something that is not ours to remove stands under a registered name."""
+
+    rule = "not removed"
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What would go, and what stays although it was meant.
+
+    Attributes
+    ----------
+    files : name and bytes, in the order in which they go: the trunk last
+    kept : name of a file, and the installed tag that names it, too
+    by_name : whether files were found by their names, as no tag registers them
+    """
+
+    files: tuple[tuple[str, int], ...]
+    kept: tuple[tuple[str, str], ...]
+    by_name: bool
+
+
+def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Removal:
+    """What removing ``names`` (tags, aliases, names of files) together comes to.
+
+    A tag stands for the files that it registers. A file that no tag registers stands for itself and
+    for its companions by name (``companions``). What another installed tag names stays.
+
+    Raises
+    ------
+    UnknownTagError : neither in the registry nor in the folder
+    RemovalError : a link, a folder or a device under one of the names
+    """
+    wanted: dict[str, None] = {}  # in order
+    leaving: set[str] = set()
+    by_name = False
+    named_by = registered_files(registry)
+    for name in names:
+        try:
+            entry = registry.resolve(name)
+        except UnknownTagError:
+            if name in named_by:
+                wanted[name] = None  # a sidecar: for itself
+                continue
+            if store.size(name) is None:
+                raise
+            by_name = True
+            wanted |= dict.fromkeys([*companions(name), name])
+        else:
+            leaving.add(entry.tag)
+            wanted |= dict.fromkeys(_registered(entry))
+    kept, files = [], []
+    for name in wanted:
+        size = _removable(store, name)
+        if size is None:
+            continue
+        needed = [tag for tag in named_by.get(name, []) if tag not in leaving]
+        holder = next((tag for tag in needed if _installed(registry, store, tag)), None)
+        if holder is None:
+            files.append((name, size))
+        else:
+            kept.append((name, holder))
+    return Removal(tuple(files), tuple(kept), by_name)
+
+
+def _registered(entry: Entry) -> list[str]:
+    return [*(sidecar.file for sidecar in entry.sidecars), entry.file]
+
+
+def _installed(registry: Registry, store: Store, tag: str) -> bool:
+    return store.size(registry.entries[tag].file) is not None
+
+
+def _removable(store: Store, name: str) -> int | None:
+    """Bytes of a file that may be removed; None where there is none."""
+    path = store.path(name)
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+        raise RemovalError(found=kind, path=path, remedy="look at it, and remove it by hand")
+    return status.st_size
+
+
+def remove(store: Store, removal: Removal) -> None:
+    """Remove what ``plan_removal`` found, as long as it is still what it was.
+
+    Raises
+    ------
+    RemovalError : a file has changed since; those before it are gone
+    """
+    for name, size in removal.files:
+        if _removable(store, name) != size:
+            raise RemovalError("file changed since it was listed", path=store.path(name))
+        os.unlink(store.path(name))
+        store.forget(name)
+    if removal.files:
+        fsync_folder(store.folder)

@@ -1,0 +1,255 @@
+"""Owns what a registry is held against: its rules, the files it names, whose draft is whose.
+
+Reads headers, receipts and bytes to hash, never a tensor; changes nothing, and deletes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from ds4q.artifact.check import own_metadata
+from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.hfq import Reader
+from ds4q.artifact.receipt import read_receipt
+from ds4q.artifact.report import Check, Failure
+from ds4q.registry import entries
+from ds4q.registry.arch import quant_for
+from ds4q.registry.entries import Entry, Registry, Sidecar
+from ds4q.registry.errors import DocumentError, RegistryError
+from ds4q.registry.names import plain_name
+from ds4q.registry.sources import read_file
+from ds4q.registry.store import check_file, compare_sha256, compare_size
+
+CheckAdapter = Callable[[Path, Path], None]
+"""Called with an adapter and its trunk; raises a ``Ds4qError`` where they do not pair."""
+
+_SOURCE_KEYS = ("source_fingerprint", "source_digest")
+_DRAFT, _TRUNK = "mtp.", "layers."  # how names of tensors begin
+
+
+class SidecarError(RegistryError):
+    """A sidecar that belongs to another trunk, or to none."""
+
+    rule = "sidecar does not belong to this trunk"
+    cure = "fetch or make the sidecar of this trunk"
+
+
+def check_document(path: Path, check: Check) -> Registry | None:
+    """Hold a registry document against every rule, the strict ones, too.
+
+    Returns what it says, or None where it cannot be used.
+    """
+    raw = read_file(str(path))
+    try:
+        for problem in entries.check_document(raw, str(path)):
+            check.fail(
+                Failure(
+                    f"{problem.key}: {problem.what}" if problem.where else problem.what,
+                    expected=problem.expected,
+                    found=problem.found,
+                )
+            )
+        return entries.read_document(raw, str(path))
+    except DocumentError as error:
+        if check.ok:
+            check.fail_with(error)
+        return None
+
+
+def check_entry(
+    what: Entry | Sidecar,
+    *,
+    path: Path,
+    size_bytes: int,
+    sha256: str | None,
+    check: Check,
+    arch_id: int | None = None,
+    recipe: str | None = None,
+) -> None:
+    """Compare what is known of the file at ``path`` with what the registry says of it.
+
+    Parameters
+    ----------
+    sha256 : of the file; None where nobody computed it, as for a file of the wrong size
+    arch_id : of the file's header
+    recipe : of a file that ds4q wrote
+    """
+    found = list(compare_size(what, size_bytes))
+    if sha256 is not None and not found:
+        found += compare_sha256(what, sha256)
+    if isinstance(what, Entry):
+        if arch_id not in (None, what.arch_id):
+            message = "arch_id of the file differs from the registry's"
+            found.append(Failure(message, expected=what.arch_id, found=arch_id))
+        if recipe is not None and what.quant_recipe not in (None, recipe):
+            message = "recipe of the file differs from the registry's"
+            found.append(Failure(message, expected=what.quant_recipe, found=recipe))
+    _fail(check, what, found)
+    if what.sha256 is None:
+        check.notes.append(f"{what.file}: no digest was published, unverified")
+    if path.name != what.file:
+        check.notes.append(f"{path.name} is registered as {what.file}")
+    check.figures |= {"file": what.file, "bytes": size_bytes}
+    if sha256 is not None:
+        check.figures["sha256"] = sha256
+
+
+def check_trunk(entry: Entry, path: Path, sha256: Callable[[], str], check: Check) -> None:
+    """Compare the artifact at ``path`` with its entry: length, digest, header, quantization.
+
+    ``sha256`` is called where the length is right and a digest is registered.
+    """
+    size_bytes = path.stat().st_size
+    wrong_size = any(compare_size(entry, size_bytes))
+    digest = None if wrong_size or entry.sha256 is None else sha256()
+    ours = arch_id = recipe = None
+    try:
+        with Reader(path) as reader:
+            ours, arch_id = own_metadata(reader), reader.arch_id
+            recipe = None if ours is None else str(ours.get("recipe"))
+    except Ds4qError as error:
+        check.fail_with(error)
+    check_entry(
+        entry,
+        path=path,
+        size_bytes=size_bytes,
+        sha256=digest,
+        check=check,
+        arch_id=arch_id,
+        recipe=recipe,
+    )
+    if ours is not None:
+        quant = quant_for(path.name, ours)
+        if quant != entry.quant:
+            message = "quantization of the file differs from the registry's"
+            _fail(check, entry, [Failure(message, expected=entry.quant, found=quant)])
+
+
+def check_sidecars(
+    entry: Entry,
+    folder: Path,
+    check: Check,
+    *,
+    trunk: Path | None = None,
+    check_adapter: CheckAdapter | None = None,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Hold every sidecar that lies in ``folder`` against the entry, and against its trunk.
+
+    A sidecar that is not there is a note: whoever wants it pulls it.
+
+    Parameters
+    ----------
+    trunk : where the trunk is, if not in ``folder`` under its registered name
+    check_adapter : without it, of an adapter only the bytes are compared
+    advance : hears of bytes that were read
+    """
+    place = folder / plain_name(entry.file, what=f"file of {entry.tag}") if trunk is None else trunk
+    checked = 0
+    for sidecar in entry.sidecars:
+        path = folder / plain_name(sidecar.file, what=f"{sidecar.kind} of {entry.tag}")
+        if not path.exists():
+            check.notes.append(f"{sidecar.kind} {sidecar.file} is not there")
+            continue
+        checked += 1
+        failures = check_file(sidecar, path, advance=advance)
+        _fail(check, entry, failures)
+        if failures:
+            continue
+        if sidecar.sha256 is None:
+            check.notes.append(f"{sidecar.file}: no digest was published, unverified")
+        try:
+            _check_identity(entry, sidecar, path, place, check_adapter, check)
+        except Ds4qError as error:
+            check.fail_with(error)
+    check.figures["sidecars"] = checked
+
+
+def _check_identity(
+    entry: Entry,
+    sidecar: Sidecar,
+    path: Path,
+    trunk: Path,
+    check_adapter: CheckAdapter | None,
+    check: Check,
+) -> None:
+    if sidecar.kind == "receipt":
+        check_receipt(path, entry.sha256, entry.size_bytes)
+        return
+    if not trunk.exists():
+        check.notes.append(f"{sidecar.file}: its trunk is not there to compare with")
+    elif sidecar.kind == "adapter" and check_adapter is not None:
+        check_adapter(path, trunk)
+    elif sidecar.kind in ("dspark", "mtp"):
+        with Reader(trunk) as reader:
+            if not check_draft(path, reader):
+                check.notes.append(f"{sidecar.file}: says of no source, only its bytes are known")
+
+
+def check_receipt(path: Path, sha256: str | None, size_bytes: int | None) -> None:
+    """Refuse a receipt of another file than the one with this digest and length.
+
+    Raises
+    ------
+    ReceiptError : not a receipt
+    SidecarError : that of another file
+    """
+    receipt = read_receipt(path)
+    found = (receipt.sha256, receipt.file_bytes)
+    if sha256 not in (None, found[0]) or size_bytes not in (None, found[1]):
+        raise SidecarError(
+            "receipt of another artifact",
+            path=path,
+            expected=f"SHA-256 {sha256}, {size_bytes} bytes",
+            found=f"{found[0]}, {found[1]} bytes",
+            remedy="make the artifact anew, or put its own receipt there",
+        )
+
+
+def check_draft(path: Path, trunk: Reader) -> bool:
+    """Refuse a draft model that was not made for this trunk.
+
+    Both must be of one architecture, and where ds4q wrote both, of one source. Returns whether
+    there was a source to compare.
+
+    Raises
+    ------
+    ArtifactError : not a sound artifact
+    SidecarError : no draft, or one for another trunk
+    """
+    with Reader(path) as draft:
+        if draft.arch_id != trunk.arch_id:
+            raise SidecarError(
+                "draft is of another architecture than its trunk",
+                path=path,
+                expected=f"arch_id {trunk.arch_id}",
+                found=draft.arch_id,
+            )
+        if _begins(draft.tensors, _TRUNK) or not _begins(draft.tensors, _DRAFT):
+            raise SidecarError("not a draft model: it holds other tensors", path=path)
+        ours, theirs = own_metadata(trunk), own_metadata(draft)
+        if ours is None or theirs is None:
+            return False
+        for key in _SOURCE_KEYS:
+            if ours.get(key) != theirs.get(key):
+                raise SidecarError(
+                    f"draft for another trunk: {key} differs",
+                    path=path,
+                    expected=f"{ours.get(key)} of {os.fspath(trunk.path)}",
+                    found=theirs.get(key),
+                )
+    return True
+
+
+def _begins(names: Iterable[str], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in names)
+
+
+def _fail(check: Check, what: Entry | Sidecar, failures: Iterable[Failure]) -> None:
+    """Add failures; those of an entry name its tag."""
+    tag = f"{what.tag}: " if isinstance(what, Entry) else ""
+    for failure in failures:
+        check.fail(replace(failure, message=f"{tag}{failure.message}"))
