@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Self
+
 from ds4q.artifact.errors import Ds4qError
 
 
@@ -54,3 +57,66 @@ class SourceError(RegistryError):
     """A registry document that cannot be had: no such file, or a server that does not give it."""
 
     rule = "cannot get the registry"
+
+
+class GenerateError(RegistryError):
+    """The curated file or the listing does not give a registry; ``problems`` holds all, a line each."""
+
+    rule = "cannot generate the registry"
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, problems: Iterable[object], path: object) -> Self:
+        """One error of many problems."""
+        lines = tuple(str(problem) for problem in problems)
+        error = cls(f"{len(lines)} problems: {'; '.join(lines)}", path=path)
+        error.problems = lines
+        return error
+
+
+class TransferError(Ds4qError):
+    """A file could not be fetched; what came so far is kept."""
+
+    rule = "cannot be fetched"
+    cure = "pull again: it goes on where it stopped"
+
+
+class RefusedError(TransferError):
+    """The server says no: asking again would not help."""
+
+    rule = "the server refuses"
+    cure = "check the address and your access"
+
+
+class SizeError(TransferError):
+    """The server's file has another length than the registry says."""
+
+    rule = "the server's file has another size than registered"
+    cure = "the registry entry is stale, or this is another file"
+
+
+class DigestError(TransferError):
+    """Bytes were received whole, and are not the registered ones."""
+
+    rule = "SHA-256 of the fetched file differs from its registry entry"
+
+
+class UnfinishedError(TransferError):
+    """A partial file that this download did not leave stands in its place."""
+
+    rule = "an unfinished file of something else lies here"
+    cure = "finish that job, or remove the file"
+
+
+class ExistsError(TransferError):
+    """A file stands at the final name already."""
+
+    rule = "file exists"
+    cure = "replace it with --force"
+
+
+class SpaceError(TransferError):
+    """The disk cannot hold what would be fetched."""
+
+    rule = "not enough free space (No space left on device)"
+    cure = "free some space, or name another folder with --models-dir"
