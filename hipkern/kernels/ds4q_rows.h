@@ -224,3 +224,45 @@ DS4Q_FN void ds4q_wide_rows(ROW row, int rows, int cols, const float* x, DONE do
     done(r, totals[0]);
   }
 }
+
+// Products of a group's rows with x: the sum of each, by one lane, to `put(r, sum)`; r counts from
+// row `first` of w on. What cannot be streamed goes through ds4q_any_row. All groups call this.
+template <int DECODER, class PUT>
+DS4Q_FN void ds4q_products(const ds4q_matrix& of, int first, int rows, const float* x,
+                           ds4q_u8* shared, PUT put) {
+  const ds4q_matrix w = of;
+  const ds4q_u8* data = w.data + (ds4q_u64)first * w.row_bytes;
+  auto row = [&](int r) { return data + (ds4q_u64)r * w.row_bytes; };
+  ds4q_tables table = ds4q_format<DECODER>::tables(w.books);
+  int r = 0, lane = (int)ds4q_lane();
+  if (ds4q_streams<DECODER>(w, (ds4q_u64)w.data)) {
+    if constexpr (ds4q_is_wide<DECODER>) {
+      r = rows;
+      ds4q_wide_rows<DECODER>(row, rows, w.cols, x, [&](int i, float total) {
+        float sum = ds4q_group_sum(total);
+        if (lane == 0) put(i, sum);
+      });
+    } else {
+      constexpr int STREAMS = ds4q_window<DECODER>::STREAMS;
+      ds4q_shape s = ds4q_shape_of(w);
+      int windows = ds4q_windows(s, rows / (s.rows * STREAMS) * STREAMS);
+      r = windows * s.rows;
+      ds4q_tables tables[2] = {table, table};
+      ds4q_packed_rows<DECODER>(
+          [&](int i) { return row(i * s.rows); }, tables, s, windows, x, ds4q_memory_of(shared),
+          [&](int i, int number, const float* totals, const float* factors) {
+            DS4Q_UNROLL
+            for (int j = 0; j < STREAMS; j++) {
+              float sum = ds4q_window_sum(s, totals[j]) * factors[j];
+              if (lane % s.lanes == 0) put((i + j) * s.rows + number, sum);
+            }
+          });
+    }
+  }
+  for (; r < rows; r++) {
+    float total;
+    ds4q_any_row<DECODER, 1>(row(r), w.cols, table, x, 0, 1, &total);
+    float sum = ds4q_group_sum(total) * ds4q_factor<DECODER>(row(r));
+    if (lane == 0) put(r, sum);
+  }
+}

@@ -34,54 +34,14 @@ DS4Q_FN linear_place linear_place_of(const ds4q_job* jobs, int n_jobs) {
   return {job, first, rows > 0 ? rows : 0};
 }
 
-// The first rows of a group, as many as can be streamed; returns their number.
-template <int DECODER>
-DS4Q_FN int linear_stream(const ds4q_matrix& w, const ds4q_u8* data, int rows, const float* x,
-                          float* y, const ds4q_tables& table, ds4q_u8* shared) {
-  int lane = (int)ds4q_lane();
-  if (!ds4q_streams<DECODER>(w, (ds4q_u64)w.data)) return 0;
-  auto row = [&](int r) { return data + (ds4q_u64)r * w.row_bytes; };
-  if constexpr (ds4q_is_wide<DECODER>) {
-    ds4q_wide_rows<DECODER>(row, rows, w.cols, x, [&](int r, float total) {
-      float sum = ds4q_group_sum(total);
-      if (lane == 0) y[r] = sum;
-    });
-    return rows;
-  } else {
-    constexpr int STREAMS = ds4q_window<DECODER>::STREAMS;
-    ds4q_shape s = ds4q_shape_of(w);
-    int windows = ds4q_windows(s, rows / (s.rows * STREAMS) * STREAMS);
-    ds4q_tables tables[2] = {table, table};
-    ds4q_packed_rows<DECODER>(
-        [&](int i) { return row(i * s.rows); }, tables, s, windows, x, ds4q_memory_of(shared),
-        [&](int i, int number, const float* totals, const float* factors) {
-          DS4Q_UNROLL
-          for (int j = 0; j < STREAMS; j++) {
-            float sum = ds4q_window_sum(s, totals[j]) * factors[j];
-            if (lane % s.lanes == 0) y[(i + j) * s.rows + number] = sum;
-          }
-        });
-    return windows * s.rows;
-  }
-}
-
 DS4Q_KERNEL_OF(LINEAR_RESIDENT, linear, DS4Q_THREADS,
                (const ds4q_job* jobs, int n_jobs, int tokens)) {
   DS4Q_SHARED(ds4q_u8, shared, DS4Q_SHARED_BYTES);
   linear_place place = linear_place_of(jobs, n_jobs);
   const ds4q_job& job = place.job;
-  const ds4q_matrix w = job.w;
-  const ds4q_u8* data = w.data + (ds4q_u64)place.first * w.row_bytes;
-  ds4q_tables tables = ds4q_format<DS4Q_DECODER>::tables(w.books);
   float* y = job.y + place.first;
-  int r = linear_stream<DS4Q_DECODER>(w, data, place.rows, job.x, y, tables, shared);
-  for (; r < place.rows; r++) {  // what is not streamed
-    const ds4q_u8* row = data + (ds4q_u64)r * w.row_bytes;
-    float total;
-    ds4q_any_row<DS4Q_DECODER, 1>(row, w.cols, tables, job.x, 0, 1, &total);
-    float sum = ds4q_group_sum(total) * ds4q_factor<DS4Q_DECODER>(row);
-    if (ds4q_lane() == 0) y[r] = sum;
-  }
+  ds4q_products<DS4Q_DECODER>(job.w, place.first, place.rows, job.x, shared,
+                              [&](int r, float sum) { y[r] = sum; });
 }
 
 DS4Q_KERNEL(linear_batch, DS4Q_THREADS, (const ds4q_job* jobs, int n_jobs, int tokens)) {

@@ -162,47 +162,6 @@ DS4Q_KERNEL_OF(MOE_RESIDENT, moe_gate_up, DS4Q_THREADS,
   }
 }
 
-// `rows` rows of a down from row `first` on, times the weight, to out.
-template <int DECODER>
-DS4Q_FN void moe_downs(const ds4q_matrix& down, int first, int rows, const float* x, float weight,
-                       float* out, ds4q_u8* shared) {
-  const ds4q_matrix w = down;
-  const ds4q_u8* data = w.data + (ds4q_u64)first * w.row_bytes;
-  auto row = [&](int r) { return data + (ds4q_u64)r * w.row_bytes; };
-  ds4q_tables table = ds4q_format<DECODER>::tables(w.books);
-  int r = 0, lane = (int)ds4q_lane();
-  if (ds4q_streams<DECODER>(w, (ds4q_u64)w.data)) {
-    if constexpr (ds4q_is_wide<DECODER>) {
-      r = rows;
-      ds4q_wide_rows<DECODER>(row, rows, w.cols, x, [&](int i, float total) {
-        float sum = ds4q_group_sum(total);
-        if (lane == 0) out[i] = weight * sum;
-      });
-    } else {
-      constexpr int STREAMS = ds4q_window<DECODER>::STREAMS;
-      ds4q_shape s = ds4q_shape_of(w);
-      int windows = ds4q_windows(s, rows / (s.rows * STREAMS) * STREAMS);
-      r = windows * s.rows;
-      ds4q_tables tables[2] = {table, table};
-      ds4q_packed_rows<DECODER>(
-          [&](int i) { return row(i * s.rows); }, tables, s, windows, x, ds4q_memory_of(shared),
-          [&](int i, int number, const float* totals, const float* factors) {
-            DS4Q_UNROLL
-            for (int j = 0; j < STREAMS; j++) {
-              float sum = ds4q_window_sum(s, totals[j]) * factors[j];
-              if (lane % s.lanes == 0) out[(i + j) * s.rows + number] = weight * sum;
-            }
-          });
-    }
-  }
-  for (; r < rows; r++) {  // what is not streamed
-    float total;
-    ds4q_any_row<DECODER, 1>(row(r), w.cols, table, x, 0, 1, &total);
-    float sum = ds4q_group_sum(total) * ds4q_factor<DECODER>(row(r));
-    if (lane == 0) out[r] = weight * sum;
-  }
-}
-
 DS4Q_KERNEL_OF(MOE_RESIDENT, moe_down, DS4Q_THREADS,
                (const ds4q_matrix* experts, const ds4q_matrix* shared, const int* ids,
                 const float* weights, const float* hidden, float* parts, int k, int tokens)) {
@@ -221,8 +180,8 @@ DS4Q_KERNEL_OF(MOE_RESIDENT, moe_down, DS4Q_THREADS,
   const ds4q_matrix& down = slot < k ? experts[3 * (ds4q_u64)id + 2] : shared[2];
   float weight = slot < k ? weights[token * k + slot] : 1.0f;
   auto hers = [&](auto decoder) {
-    moe_downs<decltype(decoder)::value>(down, run.first, run.rows, hidden + place * cols, weight,
-                                        out, lds);
+    ds4q_products<decltype(decoder)::value>(down, run.first, run.rows, hidden + place * cols, lds,
+                                            [&](int r, float sum) { out[r] = weight * sum; });
   };
   if (DS4Q_DOWN == DS4Q_SHARED_EXPERT || slot < k) {
     moe_with_decoder<DS4Q_DOWN>(down.decoder, hers);
