@@ -19,7 +19,7 @@ from ds4q.hipkern.streams import Graph
 from ds4q.runtime.backend.hip import HipBackend, Launch
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.block import StepBlock
-from ds4q.runtime.device.expert_cache import ExpertCache
+from ds4q.runtime.device.expert_cache import ExpertCache, untraceable
 from ds4q.runtime.device.layout import Layout
 from ds4q.runtime.device.model import ModelWeights, plan_weights
 from ds4q.runtime.device.paging import BandIds, DevicePaging, Step
@@ -429,10 +429,7 @@ def _refuse(cache: CacheOptions) -> None:
             "router states on a device", remedy="record them on the CPU: leave out --device hip"
         )
     if cache.trace is not None and not cache.paged:
-        raise CacheError(
-            "a trace of a device that holds all experts: the host does not hear of their choice",
-            remedy="page them (--expert-cache), or leave out --device hip",
-        )
+        raise untraceable("page them (--expert-cache), or leave out --device hip")
 
 
 def _phase(state: DeviceState, ids: I64) -> Phase:

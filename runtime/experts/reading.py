@@ -141,6 +141,8 @@ class ExpertReader:
     reader : the open artifact; not used after construction
     records : all experts that will be read; they bound the buffers
     digests : compared with every expert that is read; None: nothing is compared
+    legal : called with every tensor, and its bytes, that no digest vouches for; raises what it
+        refuses. None: such bytes are believed
     bounces : buffers for ``read``; more threads than that wait for each other
 
     Attributes
@@ -159,11 +161,13 @@ class ExpertReader:
         records: Iterable[Record],
         *,
         digests: Digests | None = None,
+        legal: Callable[[TensorEntry, U8], None] | None = None,
         bounces: int = 0,
     ) -> None:
         self.path = reader.path
         self.notes: list[str] = []
         self._digests = digests
+        self._legal = legal
         self.staging_bytes = max(map(staging_bytes, records), default=0)
         self._lock = threading.Lock()
         self._latencies = Latencies()
@@ -202,6 +206,7 @@ class ExpertReader:
         TruncatedError : the file ends within the expert
         ExpertReadError : the system cannot read it
         ExpertDigestError : the bytes are not those that the receipt tells
+        PayloadValueError : no receipt tells, and the type forbids them
         """
         started = time.perf_counter()
         parts = (gate, up, down)
@@ -366,13 +371,14 @@ class ExpertReader:
     # ------------------------------------------------------------------ what became of it
 
     def _finish(self, record: Record, parts: Parts, started: float) -> None:
-        checked = 0
-        if self._digests is not None:
-            pairs = zip(record.entries, parts, strict=True)
-            if all([self._digests.check(entry, part) for entry, part in pairs]):
-                checked = sum(1 for _ in runs(record))
+        vouched = True
+        for entry, part in zip(record.entries, parts, strict=True):
+            if self._digests is None or not self._digests.check(entry, part):
+                vouched = False
+                if self._legal is not None:
+                    self._legal(entry, part)
         with self._lock:
-            self._counts["reads_checked"] += checked
+            self._counts["reads_checked"] += sum(1 for _ in runs(record)) if vouched else 0
             self._latencies.add(time.perf_counter() - started)
 
     def _count(self, kind: str, run: Run) -> None:

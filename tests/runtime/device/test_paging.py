@@ -226,6 +226,10 @@ def test_what_a_device_cannot_do_is_refused(load: Load, micro_path: Path, tmp_pa
     check_refused(CacheError, lambda: load(micro_path, cache=states), says=["router states"])
     held = CacheOptions(trace=trace)
     check_refused(CacheError, lambda: load(micro_path, cache=held), says=["--expert-cache"])
+    fits = CacheOptions(budget="auto", trace=trace)
+    check_refused(CacheError, lambda: load(micro_path, cache=fits), says=["all of them fit"])
+    crowd = CacheOptions(budget="auto", owner=(EXPERTS + 1, EXPERTS + 2))
+    check_refused(CacheError, lambda: load(micro_path, cache=crowd), says=["owns no expert"])
     ranks = Spread(tensor_parallel=2)
     check_refused(SpreadError, lambda: load(micro_path, cache=THRASH, spread=ranks))
     for asked in ({"slots": CHOSEN}, {"budget": "auto"}):  # also where nothing will be read

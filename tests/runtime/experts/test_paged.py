@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from ds4q.runtime.errors import (
     ExpertReadError,
     TransportClosedError,
 )
-from ds4q.runtime.experts import cache as cache_module
+from ds4q.runtime.experts import cache as opening
+from ds4q.runtime.experts import setup as equipping
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.paged import PagedExperts
 from ds4q.runtime.experts.profile import Profile
@@ -336,14 +338,23 @@ def test_a_file_that_is_cut_while_it_is_used(tmp_path: Path, random_path: Path) 
         assert counts(engine)["leased"] == 0
 
 
-@pytest.mark.parametrize("part", ["HostSlots", "HostTransport", "Pager", "PagedExperts"])
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [
+        (opening, "HostSlots"),
+        (opening, "HostTransport"),
+        (equipping, "Pager"),
+        (opening, "PagedExperts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_failed_load_leaves_nothing_open(
-    random_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+    random_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, part: str
 ) -> None:
     def fail(*args: Any, **options: Any) -> None:
         raise CacheError(part)
 
-    monkeypatch.setattr(cache_module, part, fail)
+    monkeypatch.setattr(module, part, fail)
     before = set(os.listdir("/proc/self/fd"))
     check_refused(CacheError, lambda: paged(random_path), says=[part])
     assert set(os.listdir("/proc/self/fd")) == before
@@ -360,7 +371,7 @@ def test_a_failed_load_leaves_an_earlier_trace_alone(
     def fail(*args: Any, **options: Any) -> None:
         raise CacheError("no pager")
 
-    monkeypatch.setattr(cache_module, "Pager", fail)
+    monkeypatch.setattr(equipping, "Pager", fail)
     check_refused(CacheError, lambda: paged(random_path, trace=trace), says=["no pager"])
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [
         ("run.trace", before)
