@@ -60,7 +60,7 @@ class SourceError(RegistryError):
 
 
 class GenerateError(RegistryError):
-    """The curated file or the listing does not give a registry; ``problems`` holds all, a line each."""
+    """The curated file or the listing gives no registry; ``problems`` holds all, a line each."""
 
     rule = "cannot generate the registry"
     problems: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class GenerateError(RegistryError):
     def of(cls, problems: Iterable[object], path: object) -> Self:
         """One error of many problems."""
         lines = tuple(str(problem) for problem in problems)
-        error = cls(f"{len(lines)} problems: {'; '.join(lines)}", path=path)
+        error = cls("; ".join(lines), path=path)
         error.problems = lines
         return error
 

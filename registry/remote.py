@@ -1,0 +1,391 @@
+"""Owns range requests: pieces of what one URL names, over HTTP(S) or from a local file.
+
+Knows no retries, digests or files that are written. What may pass when asked again is ``TryAgain``;
+what will not is an error of the registry room.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import os
+import re
+import socket
+import ssl
+import stat
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BufferedIOBase
+from typing import Any, Protocol
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+
+from ds4q.registry.errors import RefusedError
+
+TIMEOUT_S = 30.0  # without a single byte
+MAX_HOPS = 10
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+PORTS = {"http": 80, "https": 443}
+_HEAD_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:|HTTP/|\r?\n?\Z")
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
+
+
+class TryAgain(Exception):
+    """A request that failed and may succeed later, at the earliest after ``after_s`` seconds."""
+
+    def __init__(self, what: str, after_s: float = 0.0) -> None:
+        super().__init__(what)
+        self.after_s = after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The bytes ``start`` .. ``stop`` of a file of ``total`` bytes, to be read.
+
+    ``stop`` and ``total`` are None where the server does not tell. ``ranged`` is whether a range
+    was answered, not the whole file. ``validator`` names this version of the file, or is empty.
+    ``read(n)`` gives 1 to ``n`` bytes as they come, and none at the end.
+    """
+
+    start: int
+    stop: int | None
+    total: int | None
+    ranged: bool
+    validator: str
+    read: Callable[[int], bytes]
+
+
+class Lane(Protocol):
+    """One way to a remote file, for one thread."""
+
+    def open(self, start: int, stop: int, validator: str) -> Answer:
+        """Ask for bytes ``start`` .. ``stop`` of the version ``validator`` (empty: any).
+
+        Raises
+        ------
+        TryAgain : a connection or an answer that is not as it should be
+        RefusedError : an answer that no second request will change
+        """
+
+    def reset(self) -> None:
+        """Forget the connection: what follows is asked on a fresh one."""
+
+    def abort(self) -> None:
+        """Wake the thread that reads; the only method that another thread may call."""
+
+
+class Remote:
+    """What a URL names.
+
+    Parameters
+    ----------
+    url : ``http``, ``https`` or ``file``
+    headers : sent to the origin of ``url`` only, never to where a redirect leads
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self.url = url
+        self.name = shown(url)
+        self.headers = dict(headers)
+        self.location: str | None = None  # where redirects led last
+        parts = urlsplit(url)
+        if parts.scheme not in ("file", *PORTS):
+            raise RefusedError(
+                "not an http, https or file URL", path=self.name, remedy="correct the repo"
+            )
+        if parts.scheme != "file":
+            _check(url)
+
+    def lane(self) -> Lane:
+        """A new way to it."""
+        return FileLane(self) if urlsplit(self.url).scheme == "file" else HttpLane(self)
+
+
+def shown(url: str) -> str:
+    """``url`` for people: without credentials, and without a query, which may be a signature."""
+    parts = urlsplit(url)
+    return SplitResult(parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "").geturl()
+
+
+def _check(url: str) -> None:
+    """Refuse what is no clean address of a server."""
+    try:
+        parts = urlsplit(url)
+        bad = not parts.hostname or parts.port == 0
+    except ValueError:
+        bad = True
+    if bad or not url.isascii() or not url.isprintable() or " " in url:
+        raise RefusedError("not a URL", path=shown(url) if not bad else repr(url))
+    if parts.username is not None:
+        raise RefusedError(
+            "a URL must not hold credentials", path=shown(url), remedy="remove what is before the @"
+        )
+
+
+def _origin(url: str) -> tuple[str, str, int]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname or "", parts.port or PORTS[parts.scheme]
+
+
+# --- HTTP -------------------------------------------------------------------------------------
+
+
+class _CleanLines:
+    """The head of an answer without lines that are no header field.
+
+    The library stops at the first such line, and what follows would be lost.
+    """
+
+    def __init__(self, inner: BufferedIOBase) -> None:
+        self._inner = inner
+
+    def readline(self, limit: int) -> bytes:
+        line = self._inner.readline(limit)
+        while len(line) < limit and not _HEAD_LINE.match(line):
+            line = self._inner.readline(limit)
+        return line
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _Response(http.client.HTTPResponse):
+    """Tolerates header lines that are malformed."""
+
+    def begin(self) -> None:
+        inner = self.fp
+        clean: Any = _CleanLines(inner)
+        self.fp = clean
+        try:
+            super().begin()
+        finally:
+            if self.fp is clean:
+                self.fp = inner
+
+
+class HttpLane:
+    """A connection that is kept from one request to the next."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._connection: http.client.HTTPConnection | None = None
+        self._origin: tuple[str, str, int] | None = None
+        self._socket: socket.socket | None = None
+        self._through_proxy = False
+        self._response: http.client.HTTPResponse | None = None
+
+    def open(self, start: int, stop: int, validator: str) -> Answer:
+        if self._response is not None:
+            if self._response.length == 0:
+                self._response.close()  # the connection stays
+            else:
+                self._disconnect()
+        headers = {
+            "Range": f"bytes={start}-{stop - 1}",
+            "Accept-Encoding": "identity",
+            "User-Agent": "ds4q",
+        }
+        if validator:
+            headers["If-Range"] = validator
+        known = self._remote.location
+        response, url = self._follow(known or self._remote.url, headers)
+        if known and response.status not in (200, 206, 416):
+            self._disconnect()  # signed addresses expire: ask where the file is now
+            response, url = self._follow(self._remote.url, headers)
+        self._remote.location = None if url == self._remote.url else url
+        return self._answer(response, start)
+
+    def reset(self) -> None:
+        self._remote.location = None
+        self._disconnect()
+
+    def abort(self) -> None:
+        if (known := self._socket) is not None:
+            with suppress(OSError):
+                # Not the method of a TLS socket, which takes it apart under its reader.
+                socket.socket.shutdown(known, socket.SHUT_RDWR)
+
+    def _disconnect(self) -> None:
+        if self._response is not None:
+            self._response.close()
+        if self._connection is not None:
+            self._connection.close()
+        self._response = self._connection = self._socket = self._origin = None
+
+    def _follow(self, url: str, headers: Mapping[str, str]) -> tuple[http.client.HTTPResponse, str]:
+        """The answer at the end of all redirects, and the URL that gave it."""
+        for _ in range(MAX_HOPS):
+            own = self._remote.headers if _origin(url) == _origin(self._remote.url) else {}
+            response = self._response = self._send(url, {**headers, **own})
+            if response.status not in REDIRECTS:
+                return response, url
+            target = response.getheader("Location")
+            self._disconnect()
+            if not target:
+                raise TryAgain(f"HTTP {response.status} without a Location")
+            next_url = urljoin(url, target)
+            scheme = urlsplit(next_url).scheme
+            if scheme not in PORTS or (scheme == "http" and urlsplit(url).scheme == "https"):
+                raise RefusedError(
+                    "redirected to an address that is not secure",
+                    path=shown(url),
+                    found=shown(next_url),
+                )
+            _check(next_url)
+            url = next_url
+        raise TryAgain(f"more than {MAX_HOPS} redirects")
+
+    def _send(self, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+        connection = self._connection
+        reused = connection is not None and connection.sock and self._origin == _origin(url)
+        try:
+            if connection is None or not reused:
+                self._disconnect()
+                connection = self._connection = self._connect(url)
+                self._origin = _origin(url)
+            parts = urlsplit(url)
+            path = SplitResult("", "", parts.path or "/", parts.query, "").geturl()
+            target = f"{parts.scheme}://{parts.netloc}{path}" if self._through_proxy else path
+            connection.request("GET", target, headers=dict(headers))
+            return connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            self._disconnect()
+            if reused:  # the server may have closed it since
+                return self._send(url, headers)
+            raise TryAgain(_reason(error)) from error
+
+    def _connect(self, url: str) -> http.client.HTTPConnection:
+        """A connection to the origin of ``url``, through the proxy that the environment names."""
+        scheme, host, port = _origin(url)
+        at, proxy_headers = (host, port), {}
+        proxy = (
+            None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
+        )
+        if proxy:
+            parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+            if parts.scheme != "http" or not parts.hostname:
+                raise RefusedError("only http proxies are supported", found=shown(proxy))
+            at = (parts.hostname, parts.port or PORTS["http"])
+            if parts.username is not None:
+                pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+                coded = base64.b64encode(pair.encode()).decode("ascii")
+                proxy_headers = {"Proxy-Authorization": f"Basic {coded}"}
+        connection: http.client.HTTPConnection
+        if scheme == "https":
+            context = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(*at, timeout=TIMEOUT_S, context=context)
+            if proxy:
+                connection.set_tunnel(host, port, proxy_headers)
+        else:
+            connection = http.client.HTTPConnection(*at, timeout=TIMEOUT_S)
+        self._through_proxy = bool(proxy) and scheme == "http"
+        connection.response_class = _Response
+        connection.connect()
+        self._socket = connection.sock
+        return connection
+
+    def _answer(self, response: http.client.HTTPResponse, start: int) -> Answer:
+        status = response.status
+        if status in PASSING:
+            raise TryAgain(f"HTTP {status} {response.reason}", _retry_after(response))
+        if status == 416:
+            said = response.getheader("Content-Range", "")
+            raise TryAgain(f"HTTP 416: no bytes from {start} on ({said or 'no length told'})")
+        if status not in (200, 206):
+            raise RefusedError(
+                f"the server answers HTTP {status} {response.reason}", path=self._remote.name
+            )
+        if response.getheader("Content-Encoding", "identity").strip().lower() != "identity":
+            raise TryAgain("the answer is compressed, which was not asked for")
+        validator = _validator(response)
+        read = self._reader(response)
+        if status == 200:
+            return Answer(0, response.length, response.length, False, validator, read)
+        match = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", "").strip())
+        if match is None:
+            raise TryAgain("HTTP 206 without a usable Content-Range")
+        first, last, total = match.groups()
+        if int(first) != start or int(last) < start:
+            raise TryAgain(f"asked for bytes from {start} on, offered {first} to {last}")
+        known = None if total == "*" else int(total)
+        return Answer(start, int(last) + 1, known, True, validator, read)
+
+    def _reader(self, response: http.client.HTTPResponse) -> Callable[[int], bytes]:
+        def read(n: int) -> bytes:
+            try:
+                return response.read1(n)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise TryAgain(_reason(error)) from error
+
+        return read
+
+
+def _validator(response: http.client.HTTPResponse) -> str:
+    """What If-Range may carry: a strong entity tag, else the date of the last change."""
+    tag = response.getheader("ETag", "").strip()
+    if tag.startswith('"') and tag.isprintable():
+        return tag
+    date = response.getheader("Last-Modified", "").strip()
+    return date if date.isprintable() else ""
+
+
+def _retry_after(response: http.client.HTTPResponse) -> float:
+    text = response.getheader("Retry-After", "").strip()
+    return float(text) if re.fullmatch(r"\d{1,6}", text, re.ASCII) else 0.0
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer for {TIMEOUT_S:g} s"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
+# --- local files ------------------------------------------------------------------------------
+
+
+class FileLane:
+    """A file of this machine, or of a mounted one."""
+
+    def __init__(self, remote: Remote) -> None:
+        parts = urlsplit(remote.url)
+        self._name = remote.name
+        self._path = unquote(parts.path)
+        self._fd = -1
+        if parts.netloc not in ("", "localhost") or "\0" in self._path:
+            raise RefusedError("not the URL of a local file", path=self._name)
+
+    def open(self, start: int, stop: int, validator: str) -> Answer:
+        self.reset()
+        try:
+            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise RefusedError(error.strerror, path=self._name) from None
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise RefusedError("not a regular file", path=self._name)
+        version = f'"{status.st_size}-{status.st_mtime_ns}-{status.st_ino}"'
+        at, fd = start, self._fd
+
+        def read(n: int) -> bytes:
+            nonlocal at
+            try:
+                data = os.pread(fd, n, at)
+            except OSError as error:
+                raise TryAgain(_reason(error)) from error
+            at += len(data)
+            return data
+
+        return Answer(start, status.st_size, status.st_size, True, version, read)
+
+    def reset(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def abort(self) -> None:
+        """Reads of a file end by themselves."""
