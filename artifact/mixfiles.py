@@ -1,13 +1,14 @@
-"""Owns reading the decode-table files of other tools: P4MIX, GUMIX and DMIX. Writes none.
+"""Owns the decode-table files of other tools: P4MIX and GUMIX read and written, DMIX read.
 
 GGUF files embed them under the keys ``deepseek4.{p4mix,gumix,dmix}.sidecar`` or have them beside
-them as ``FILE.{p4mix,gumix,dmix}.bin`` (github.com/Luce-Org/lucebox). They are read for import:
-an HFQ artifact holds single entries (``tables.py``).
+them as ``FILE.{p4mix,gumix,dmix}.bin`` (github.com/Luce-Org/lucebox). An HFQ artifact holds single
+entries (``tables.py``).
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from ds4q.artifact.tables import (
     KINDS,
     MAX_MODE,
     P4MIX,
+    SURFACES,
     Table,
     TableHead,
     TableKind,
@@ -48,6 +50,13 @@ class DenseBooks:
     type_id: int
     slices: int
     row: MixRow
+
+
+def table_file(kind: TableKind, tables: Sequence[Table]) -> bytes:
+    """A file of tables of one kind, in the order of layers and surfaces."""
+    ordered = sorted(tables, key=lambda table: (table.layer, SURFACES.index(table.projection)))
+    raw = FILE_HEADER.pack(kind.magic, len(tables), 0)
+    return raw + b"".join(table.encode() for table in ordered)
 
 
 def read_p4mix(raw: bytes, layers: int, *, path: object = None) -> list[Table]:

@@ -30,6 +30,8 @@ from ds4q.quantize.choose import Wish, choose
 from ds4q.quantize.compare import Demands, SourceComparison, check_inventory
 from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
+from ds4q.quantize.export import Exported
+from ds4q.quantize.export import export as export_artifact
 from ds4q.quantize.imatrix import Imatrix, read_imatrix
 from ds4q.quantize.job import Job, OutputPlaceError, SpaceError, Summary
 from ds4q.quantize.measure import ErrorSums
@@ -67,6 +69,7 @@ def quantize(
     imatrix: str | os.PathLike[str] | None = None,
     target_bytes: int | None = None,
     target_bpw: float | None = None,
+    per_projection: bool = False,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     draft: DraftChoice = "split",
@@ -89,6 +92,8 @@ def quantize(
     imatrix : importance matrix (``ds4q calibrate``) that weighs the errors of lossy types
     target_bytes, target_bpw : for ``budget``: length of the trunk file, or bits per weight of its
         routed experts; the plan is also written beside ``out``, as a recipe and as a report
+    per_projection : have the plan give all experts of a layer one type for gate and up, and one
+        for down
     include, exclude : literal name prefixes; include first, then exclude
     draft : ``mtp.*`` tensors go to a file of their own (``split``), into ``out``, or nowhere
     dry_run : plan only; the sizes are those that would be written
@@ -105,7 +110,7 @@ def quantize(
     if not os.path.basename(place) or Path(place).name in ("", "..", "."):
         raise OutputPlaceError("output is not a file name", found=repr(place), remedy="name a file")
     begin = time.perf_counter()
-    wish = Wish(os.fspath(recipe), variant_107, target_bytes, target_bpw)
+    wish = Wish(os.fspath(recipe), variant_107, target_bytes, target_bpw, per_projection)
     wish.check()
     with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
         audited = audit(checkpoint, allow_partial=allow_partial)
@@ -416,5 +421,43 @@ def calibrate(
         window_tokens=window_tokens,
         threads=threads,
         force=force,
+        progress=progress,
+    )
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    to: Literal["safetensors", "gguf"],
+    only_experts: bool = False,
+    variant_107: str | None = None,
+    fp6_code32: str | None = None,
+    threads: int = 1,
+    progress: Progress = silent,
+) -> Exported:
+    """Write an artifact in another format, whole or not at all. Nothing is encoded or rounded.
+
+    Parameters
+    ----------
+    out : a file, or with ``safetensors`` a folder of shards unless it ends in ``.safetensors``;
+        nothing may be there
+    only_experts : leave out all but the routed experts
+    variant_107, fp6_code32 : with ``gguf`` how the runtime takes types 107 and 102, which must be
+        how the artifact has them; needed where it has such tensors
+
+    Raises
+    ------
+    ExportError : the artifact does not fit the format, or is damaged
+    JobError, WriteError : the output cannot be placed or written
+    """
+    return export_artifact(
+        Path(path),
+        Path(out),
+        to=to,
+        only_experts=only_experts,
+        variant_107=variant_107,
+        fp6_code32=fp6_code32,
+        threads=threads,
         progress=progress,
     )

@@ -62,6 +62,7 @@ class BudgetPlan:
     toml : a recipe file that gives the same types
     measured : what it was chosen from
     sample_weights : that were measured of each matrix at most
+    per_projection : whether all experts of a layer have one type for gate and up, one for down
     """
 
     recipe: Recipe
@@ -72,6 +73,7 @@ class BudgetPlan:
     measured: Measured
     imatrix_sha256: str | None
     sample_weights: int
+    per_projection: bool = False
 
     @property
     def payload_bytes(self) -> int:
@@ -100,6 +102,7 @@ class BudgetPlan:
             "variants": dict(self.measured.variants),
             "imatrix_sha256": self.imatrix_sha256,
             "sample_weights": self.sample_weights,
+            "per_projection": self.per_projection,
             "types": {part: self._counts(slice(None), at) for at, part in enumerate(PARTS)},
             "layers": [
                 {"layer": layer}
@@ -129,7 +132,7 @@ class BudgetPlan:
         layer, part = divmod(step.group, len(PARTS))
         return {
             "layer": layer,
-            "expert": step.item,
+            "expert": None if self.per_projection else step.item,
             "part": PARTS[part],
             "type": WORDS[step.option],
             "bytes": step.nbytes,
@@ -152,8 +155,9 @@ class BudgetPlan:
             lines.append(f"layer {entry['layer']}: " + "; ".join(parts))
         for what, step in report["border"].items():
             if step is not None:
+                whose = "all experts" if self.per_projection else f"expert {step['expert']}"
                 lines.append(
-                    f"{what} step: layer {step['layer']} expert {step['expert']} {step['part']} "
+                    f"{what} step: layer {step['layer']} {whose} {step['part']} "
                     f"to {step['type']}, {step['bytes']} bytes save {step['loss_saved']:.3g}"
                 )
         return "\n".join(lines)
@@ -172,6 +176,7 @@ def plan_budget(
     progress: Progress,
     units: Iterable[Unit] | None = None,
     sample_weights: int = SAMPLE_WEIGHTS,
+    per_projection: bool = False,
 ) -> BudgetPlan:
     """Choose a type for each part of each routed expert of the trunk, within a target size.
 
@@ -185,6 +190,8 @@ def plan_budget(
     file_bytes : length of the trunk file that a recipe leads to
     units : tensors that go into the artifact; None means all of ``audit``
     sample_weights : measured of one matrix at most
+    per_projection : give all experts of a layer one type for gate and up, and one for down, as
+        formats need that stack them in one tensor
 
     Raises
     ------
@@ -199,7 +206,7 @@ def plan_budget(
     with progress("measure", meter.sample_bytes()) as advance:
         measured = measure(meter, variant_107, advance)
     target = Target(target_bpw, target_bytes)
-    spent, grid = _fit(measured, target, file_bytes)
+    spent, grid = _fit(measured, target, file_bytes, per_projection=per_projection)
     recipe = _recipe(grid)
     return BudgetPlan(
         recipe,
@@ -210,15 +217,24 @@ def plan_budget(
         measured,
         None if imatrix is None else imatrix.sha256,
         meter.sample_weights,
+        per_projection,
     )
 
 
-def _spender(measured: Measured, *, with_tables: bool) -> Spender:
-    """Groups are (layer, part); a group has one mixed type or none."""
+def _spender(measured: Measured, *, with_tables: bool, per_projection: bool) -> Spender:
+    """Groups are (layer, part); a group has one mixed type or none.
+
+    Items are the group's experts, or with ``per_projection`` all of them as one.
+    """
     layers, experts, parts, words = measured.losses.shape
     shape = layers * parts, experts, words
     by_group = measured.losses.transpose(0, 2, 1, 3).reshape(shape)
     sizes = measured.nbytes.transpose(0, 2, 1, 3).reshape(shape)
+    if per_projection:
+        there = sizes.max(axis=2, keepdims=True) > 0
+        together = np.where(there, by_group, 0).sum(axis=1, keepdims=True)
+        by_group = np.where(there.max(axis=1, keepdims=True), together, np.inf)
+        sizes = sizes.sum(axis=1, keepdims=True)
     plain = tuple(at for at, word in enumerate(WORDS) if word not in MIXED_WORDS)
     choices = []
     for group, found in enumerate(by_group):
@@ -234,10 +250,15 @@ def _spender(measured: Measured, *, with_tables: bool) -> Spender:
 
 
 def _fit(
-    measured: Measured, target: Target, file_bytes: Callable[[Recipe], int]
+    measured: Measured,
+    target: Target,
+    file_bytes: Callable[[Recipe], int],
+    *,
+    per_projection: bool,
 ) -> tuple[Spent, TypeGrid]:
     """The plan for a target."""
-    spender = _spender(measured, with_tables=target.nbytes is not None)
+    with_tables = target.nbytes is not None
+    spender = _spender(measured, with_tables=with_tables, per_projection=per_projection)
     least, weights = spender.smallest, measured.weights
     if target.nbytes is None:
         wanted = (target.bpw or 0.0) * weights / 8
@@ -280,7 +301,8 @@ def _rounded_up(bpw: float) -> str:
 def _grid(spent: Spent, losses: npt.NDArray[np.float64]) -> TypeGrid:
     """Types by (layer, expert, part); parts that are not there follow their group or part."""
     layers, experts, parts, _ = losses.shape
-    options = spent.options.reshape(layers, parts, experts).transpose(0, 2, 1)
+    options = spent.options.reshape(layers, parts, -1).transpose(0, 2, 1)
+    options = np.broadcast_to(options, (layers, experts, parts))  # one for all, or one each
     codes = np.zeros(options.shape, np.uint8)
     for part in range(parts):
         everywhere = _commonest(options[:, :, part])

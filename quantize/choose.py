@@ -35,6 +35,13 @@ class VariantChoiceError(JobError):
     cure = f"it is for the recipes {', '.join(OPEN_VARIANT)} and {BUDGET}"
 
 
+class PerProjectionError(JobError):
+    """A plan by layer and projection where nothing is planned."""
+
+    rule = "--per-projection does not fit the recipe"
+    cure = f"it is for --recipe {BUDGET}: rules have one type wherever none of them selects experts"
+
+
 class TargetError(JobError):
     """A size target where none belongs, two of them, or none where one is needed."""
 
@@ -47,13 +54,15 @@ class Wish:
     """What the user asked for.
 
     ``recipe`` is a name or the path of a ``.toml`` file; ``target_bytes`` is of the whole trunk
-    file, ``target_bpw`` in bits per weight of its routed experts.
+    file, ``target_bpw`` in bits per weight of its routed experts. ``per_projection`` has a budget
+    give all experts of a layer one type for gate and up, and one for down.
     """
 
     recipe: str
     variant_107: str | None = None
     target_bytes: int | None = None
     target_bpw: float | None = None
+    per_projection: bool = False
 
     @property
     def is_file(self) -> bool:
@@ -70,6 +79,8 @@ class Wish:
             raise TargetError("not a number of bits per weight", found=self.target_bpw, remedy="")
         if self.recipe == BUDGET:
             return
+        if self.per_projection:
+            raise PerProjectionError(found=f"recipe {self.recipe}")
         if self.is_file:
             if self.variant_107 is not None:
                 found = f"{self.variant_107} with {self.recipe}"
@@ -128,6 +139,7 @@ def choose(
             threads=threads,
             progress=progress,
             units=units(),
+            per_projection=wish.per_projection,
         )
         return Choice(planned.recipe, planned)
     if wish.is_file:

@@ -30,6 +30,7 @@ COMMANDS = {
     "calibrate": "Measure what a model's experts see, for quantize --imatrix.",
     "cache": "Choose an expert cache by what a recorded run asked for.",
     "adapter": "Fit and judge what predicts experts, for run --prefetch.",
+    "export": "Write an artifact as safetensors or GGUF.",
     "doctor": "Report what this machine can do.",
 }
 """Name and one line of each command, in the order of ``ds4q --help``."""

@@ -60,6 +60,12 @@ VARIANTS = ("dual", "affine", "s40", "sign")
     help="With --recipe budget: the most bits per weight of the routed experts, as 2.75.",
 )
 @click.option(
+    "--per-projection",
+    is_flag=True,
+    help="With --recipe budget: one type for gate and up of all experts of a layer and one for "
+    "down, as ds4q export --to gguf needs.",
+)
+@click.option(
     "--variant-107",
     type=click.Choice(VARIANTS),
     metavar="V",
@@ -105,6 +111,7 @@ def command(
     imatrix: Path | None,
     target_bytes: int | None,
     target_bpw: float | None,
+    per_projection: bool,
     variant_107: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -127,7 +134,7 @@ def command(
     """
     if resume and force:
         raise click.UsageError("--resume goes on with a job, --force starts over: give one of them")
-    _check_wish(recipe, variant_107, target_bytes, target_bpw)
+    _check_wish(recipe, variant_107, target_bytes, target_bpw, per_projection)
     from ds4q.artifact.readahead import prime
 
     prime(sorted(source.glob("*.safetensors"))[:PRIMED_SHARDS])
@@ -146,6 +153,7 @@ def command(
             imatrix=imatrix,
             target_bytes=target_bytes,
             target_bpw=target_bpw,
+            per_projection=per_projection,
             include=include,
             exclude=exclude,
             draft=draft,
@@ -164,14 +172,18 @@ def command(
 
 
 def _check_wish(
-    recipe: str, variant_107: str | None, target_bytes: int | None, target_bpw: float | None
+    recipe: str,
+    variant_107: str | None,
+    target_bytes: int | None,
+    target_bpw: float | None,
+    per_projection: bool,
 ) -> None:
     """Refuse words that do not fit each other as wrong usage, before any work."""
     from ds4q.quantize.choose import Wish
     from ds4q.quantize.errors import JobError
 
     try:
-        Wish(recipe, variant_107, target_bytes, target_bpw).check()
+        Wish(recipe, variant_107, target_bytes, target_bpw, per_projection).check()
     except JobError as error:
         raise click.UsageError(str(error)) from None
 

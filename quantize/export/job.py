@@ -1,0 +1,176 @@
+"""Owns an export from begin to end: checks, plan, one pass over the payload, publishing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ds4q.artifact.check import check_structure
+from ds4q.artifact.codings import Codings
+from ds4q.artifact.hfq import Reader, TensorEntry
+from ds4q.artifact.metadata import front_digest
+from ds4q.artifact.receipt import find_receipt
+from ds4q.artifact.report import Check, Failure
+from ds4q.artifact.types import ROCMFP2, ROCMFP6
+from ds4q.artifact.walk import LegalBytes, ReceiptDigests, TensorVisitor, Visitor, walk
+from ds4q.quantize.compare import check_inventory
+from ds4q.quantize.export.plan import U8, ExportError, ExportPlan, Move
+from ds4q.quantize.export.staging import Staging, check_place
+
+Format = Literal["safetensors", "gguf"]
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+NO_RECEIPT = "no receipt: the payload could not be compared with its digests"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote: the JSON of ``ds4q export``."""
+
+    output: str
+    format: Format
+    plan: ExportPlan
+    warnings: tuple[str, ...]
+    seconds: float
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        types: dict[str, dict[str, int]] = {}
+        for tensor in self.plan.tensors:
+            entry = types.setdefault(tensor.type, {"tensors": 0, "bytes": 0})
+            entry["tensors"] += 1
+            entry["bytes"] += tensor.nbytes
+        return {
+            "output": self.output,
+            "format": self.format,
+            "bytes": self.plan.nbytes,
+            "tensors": len(self.plan.tensors),
+            "files": [{"name": file.name, "bytes": file.nbytes} for file in self.plan.files],
+            "types": dict(sorted(types.items())),
+            "left_out": dict(self.plan.left_out),
+            "warnings": list(self.warnings),
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def export(
+    path: Path,
+    out: Path,
+    *,
+    to: Format,
+    only_experts: bool,
+    variant_107: str | None,
+    fp6_code32: str | None,
+    threads: int,
+    progress: Progress,
+) -> Exported:
+    """Write the artifact at ``path`` in another format, whole or not at all.
+
+    Everything is compared on the way: legal bytes, the receipt's digests where there is one, and
+    each converted run of rows with its origin.
+
+    Raises
+    ------
+    ExportError : it does not fit the format, or is damaged
+    JobError, WriteError : the output cannot be placed or written
+    """
+    begin = time.perf_counter()
+    check_place(out)
+    with Reader(path) as reader:
+        _check_front(reader)
+        if to == "gguf":
+            from ds4q.quantize.export.gguf import plan_gguf
+
+            variants = {ROCMFP2.id: variant_107, ROCMFP6.id: fp6_code32}
+            plan = plan_gguf(reader, out.name, only_experts=only_experts, variants=variants)
+        else:
+            from ds4q.quantize.export.safetensors import plan_safetensors
+
+            plan = plan_safetensors(reader, out.name, only_experts=only_experts)
+        payload_bytes = sum(entry.nbytes for entry in reader.tensors.values())
+        with (
+            Staging(out, plan.files, folder=plan.folder) as staging,
+            progress("export", payload_bytes) as advance,
+        ):
+            told = _pass_over(reader, plan, staging, threads, advance)
+            staging.publish()
+    return Exported(os.fspath(out), to, plan, (*plan.warnings, *told), time.perf_counter() - begin)
+
+
+def _check_front(reader: Reader) -> None:
+    for name, look in (("structure", check_structure), ("inventory", check_inventory)):
+        check = Check(name, path=str(reader.path))
+        look(reader, check)
+        _refuse_faults(reader, [check])
+
+
+def _refuse_faults(reader: Reader, checks: list[Check]) -> None:
+    for check in checks:
+        if not check.ok:
+            line = check.failures[0].line()
+            more = f", and {check.count - 1:,} more" if check.count > 1 else ""
+            raise ExportError(
+                f"{line}{more}", path=reader.path, remedy="see what ds4q verify says of it"
+            )
+
+
+def _pass_over(
+    reader: Reader,
+    plan: ExportPlan,
+    staging: Staging,
+    threads: int,
+    advance: Callable[[int], None],
+) -> list[str]:
+    """Read every payload once, check it and write it; returns warnings."""
+    checks = [Check("payload"), Check("receipt"), Check("export")]
+    visitors: list[Visitor] = [LegalBytes(checks[0], Codings.of(reader))]
+    receipt = find_receipt(reader)
+    if receipt is not None:
+        digests = ReceiptDigests(checks[1], receipt[1])
+        digests.compare_front(reader, front_digest(reader.header_raw, reader.index_raw))
+        _refuse_faults(reader, checks)
+        visitors.append(digests)
+    visitors.append(_Writing(checks[2], reader, plan, staging))
+    walk(reader, visitors, threads=threads, sha256=False, advance=advance)
+    _refuse_faults(reader, checks)
+    return [] if receipt is not None else [NO_RECEIPT]
+
+
+class _Writing:
+    """A visitor of ``artifact.walk`` that writes what it sees where the plan puts it."""
+
+    def __init__(self, check: Check, reader: Reader, plan: ExportPlan, staging: Staging) -> None:
+        self.check = check
+        self._reader, self._plan, self._staging = reader, plan, staging
+
+    def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
+        move = self._plan.moves.get(entry.name)
+        return None if move is None else _Moving(self._reader, self._staging, entry, move, rows, k)
+
+
+@dataclass(slots=True)
+class _Moving:
+    reader: Reader
+    staging: Staging
+    entry: TensorEntry
+    move: Move
+    tensor_rows: int
+    k: int
+
+    def rows(self, first: int, count: int, packed: U8) -> None:
+        try:
+            parts = self.move.convert(packed, first, count, self.k)
+        except ExportError as error:
+            raise error.located(path=self.reader.path, tensor=self.entry.name) from None
+        for place, data in zip(self.move.places, parts, strict=True):
+            # Whole: runs of rows begin at multiples of 32, where blocks do, too.
+            start = place.nbytes * first // self.tensor_rows
+            self.staging.pwrite(place.file, data, place.offset + start)
+
+    def done(self) -> list[Failure]:
+        return []

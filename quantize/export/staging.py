@@ -1,0 +1,139 @@
+"""Owns the files of an export while they are written: beside the output, named as a whole.
+
+Everything lies in the folder ``OUT.partial`` until it is complete and on the disk. An error or a
+stop removes it; nothing that was there before is replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from ds4q.artifact.hfq import U8, flat
+from ds4q.artifact.writer import PARTIAL_SUFFIX, WriteError, fsync_folder
+from ds4q.quantize.export.plan import PlannedFile
+from ds4q.quantize.job import OutputExistsError, OutputPlaceError, SpaceError, UnfinishedError
+
+
+def check_place(out: Path) -> None:
+    """Refuse, before any work, an output that has no folder or that would replace something."""
+    if out.name in ("", ".."):
+        raise OutputPlaceError("output is not a name", found=repr(str(out)), remedy="name a file")
+    if not out.parent.is_dir():
+        raise OutputPlaceError(
+            "output folder does not exist", path=out.parent, remedy="create it, or choose another"
+        )
+    if os.path.lexists(out):
+        raise OutputExistsError(path=out, remedy="choose another name, or remove it first")
+
+
+class Staging:
+    """The planned files of an output, at their final lengths, in ``OUT.partial``.
+
+    A context manager: what was not published is removed at its end.
+
+    Raises
+    ------
+    WriteError : a system call failed
+    UnfinishedError : ``OUT.partial`` is there: of an export that runs, or that was killed
+    SpaceError : fewer bytes are free than the files take
+    """
+
+    def __init__(self, out: Path, files: Sequence[PlannedFile], *, folder: bool) -> None:
+        self._out, self._planned, self._is_folder = out, files, folder
+        self._nbytes = sum(file.nbytes for file in files)
+        self._folder = out.with_name(out.name + PARTIAL_SUFFIX)
+        self._fds: list[int] = []
+        self._published = False
+
+    def __enter__(self) -> Staging:
+        status = os.statvfs(self._out.parent)
+        free = status.f_bavail * status.f_frsize
+        if self._nbytes > free:
+            raise SpaceError(
+                path=self._out.parent, expected=f"{self._nbytes:,} bytes", found=f"{free:,} bytes"
+            )
+        with self._writing():
+            try:
+                self._folder.mkdir()
+            except FileExistsError:
+                remedy = "if no other export to this place is running, remove it and try again"
+                raise UnfinishedError(
+                    "an unfinished export lies here", path=self._folder, remedy=remedy
+                ) from None
+        try:
+            self._create()
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._published:
+            self._discard()
+
+    def _create(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        for number, file in enumerate(self._planned):
+            with self._writing():
+                self._fds.append(os.open(self._folder / file.name, flags, 0o666))
+                os.ftruncate(self._fds[number], file.nbytes)
+            self.pwrite(number, file.front, 0)
+
+    def pwrite(self, number: int, data: bytes | U8, offset: int) -> None:
+        """Write all of ``data`` at ``offset`` of a file; any thread may."""
+        view = flat(data)
+        with self._writing():
+            while view:
+                n = os.pwrite(self._fds[number], view, offset)
+                if n == 0:
+                    raise OSError(errno.EIO, "write returned 0 bytes")
+                view, offset = view[n:], offset + n
+
+    def publish(self) -> None:
+        """Force everything to the disk and give it its name."""
+        with self._writing():
+            for fd in self._fds:
+                os.fsync(fd)
+            self._close()
+            fsync_folder(self._folder)
+            check_place(self._out)  # the export took its time: somebody may have used the name
+            whole = self._folder if self._is_folder else self._folder / self._planned[0].name
+            os.rename(whole, self._out)
+            self._published = True
+            if not self._is_folder:
+                self._folder.rmdir()
+            fsync_folder(self._out.parent)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A failing system call becomes a ``WriteError``."""
+        try:
+            yield
+        except OSError as error:
+            where = self._out if self._published else self._folder
+            remedy = "it is written, and may not be on the disk" if self._published else ""
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                remedy = f"the export needs {self._nbytes:,} bytes; nothing was left behind"
+            what = error.strerror or str(error)
+            raise WriteError(what, path=error.filename or where, remedy=remedy) from error
+
+    def _close(self) -> None:
+        while self._fds:
+            with suppress(OSError):  # what counts was synced before
+                os.close(self._fds.pop())
+
+    def _discard(self) -> None:
+        """Remove what this export began; failing at that must not hide what went wrong first."""
+        self._close()
+        shutil.rmtree(self._folder, ignore_errors=True)
