@@ -92,8 +92,7 @@ def quantize(
     imatrix : importance matrix (``ds4q calibrate``) that weighs the errors of lossy types
     target_bytes, target_bpw : for ``budget``: length of the trunk file, or bits per weight of its
         routed experts; the plan is also written beside ``out``, as a recipe and as a report
-    per_projection : have the plan give all experts of a layer one type for gate and up, and one
-        for down
+    per_projection : have a budget give all experts of a layer one type for each part
     include, exclude : literal name prefixes; include first, then exclude
     draft : ``mtp.*`` tensors go to a file of their own (``split``), into ``out``, or nowhere
     dry_run : plan only; the sizes are those that would be written
@@ -106,9 +105,7 @@ def quantize(
     SourceError : the checkpoint is not sound; nothing was written
     JobError, WriteError : the output cannot be placed or written
     """
-    place = os.fspath(out)
-    if not os.path.basename(place) or Path(place).name in ("", "..", "."):
-        raise OutputPlaceError("output is not a file name", found=repr(place), remedy="name a file")
+    _check_name(os.fspath(out))
     begin = time.perf_counter()
     wish = Wish(os.fspath(recipe), variant_107, target_bytes, target_bpw, per_projection)
     wish.check()
@@ -153,6 +150,12 @@ def quantize(
             return Summary(plan, choice.budget, seconds=time.perf_counter() - begin)
         with progress("quantize", plan.payload_bytes) as advance:
             return job.run(threads, advance)
+
+
+def _check_name(out: str) -> None:
+    """A path that ends in a folder would name no file."""
+    if not os.path.basename(out) or Path(out).name in ("", "..", "."):
+        raise OutputPlaceError("output is not a file name", found=repr(out), remedy="name a file")
 
 
 def _imatrix(
