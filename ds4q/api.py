@@ -30,8 +30,7 @@ from ds4q.quantize.choose import Wish, choose
 from ds4q.quantize.compare import Demands, SourceComparison, check_inventory
 from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
-from ds4q.quantize.export import Exported
-from ds4q.quantize.export import export as export_artifact
+from ds4q.quantize.export import export as export  # one of the functions of this module
 from ds4q.quantize.imatrix import Imatrix, read_imatrix
 from ds4q.quantize.job import Job, OutputPlaceError, SpaceError, Summary
 from ds4q.quantize.measure import ErrorSums
@@ -424,43 +423,5 @@ def calibrate(
         window_tokens=window_tokens,
         threads=threads,
         force=force,
-        progress=progress,
-    )
-
-
-def export(
-    path: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    to: Literal["safetensors", "gguf"],
-    only_experts: bool = False,
-    variant_107: str | None = None,
-    fp6_code32: str | None = None,
-    threads: int = 1,
-    progress: Progress = silent,
-) -> Exported:
-    """Write an artifact in another format, whole or not at all. Nothing is encoded or rounded.
-
-    Parameters
-    ----------
-    out : a file, or with ``safetensors`` a folder of shards unless it ends in ``.safetensors``;
-        nothing may be there
-    only_experts : leave out all but the routed experts
-    variant_107, fp6_code32 : with ``gguf`` how the runtime takes types 107 and 102, which must be
-        how the artifact has them; needed where it has such tensors
-
-    Raises
-    ------
-    ExportError : the artifact does not fit the format, or is damaged
-    JobError, WriteError : the output cannot be placed or written
-    """
-    return export_artifact(
-        Path(path),
-        Path(out),
-        to=to,
-        only_experts=only_experts,
-        variant_107=variant_107,
-        fp6_code32=fp6_code32,
-        threads=threads,
         progress=progress,
     )

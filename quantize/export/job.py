@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,21 +58,34 @@ class Exported:
         }
 
 
+@contextmanager
+def _silent(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    yield lambda amount: None
+
+
 def export(
-    path: Path,
-    out: Path,
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
     to: Format,
-    only_experts: bool,
-    variant_107: str | None,
-    fp6_code32: str | None,
-    threads: int,
-    progress: Progress,
+    only_experts: bool = False,
+    variant_107: str | None = None,
+    fp6_code32: str | None = None,
+    threads: int = 1,
+    progress: Progress = _silent,
 ) -> Exported:
     """Write the artifact at ``path`` in another format, whole or not at all.
 
-    Everything is compared on the way: legal bytes, the receipt's digests where there is one, and
-    each converted run of rows with its origin.
+    Nothing is encoded or rounded. Everything is compared on the way: legal bytes, the receipt's
+    digests where there is one, and each converted run of rows with its origin.
+
+    Parameters
+    ----------
+    out : a file, or with ``safetensors`` a folder of shards unless it ends in ``.safetensors``;
+        nothing may be there
+    only_experts : leave out all but the routed experts
+    variant_107, fp6_code32 : with ``gguf`` how the runtime takes types 107 and 102, which must be
+        how the artifact has them; needed where it has such tensors
 
     Raises
     ------
@@ -80,6 +93,7 @@ def export(
     JobError, WriteError : the output cannot be placed or written
     """
     begin = time.perf_counter()
+    out = Path(out)
     check_place(out)
     with Reader(path) as reader:
         _check_front(reader)
