@@ -25,14 +25,13 @@ from ds4q.registry.entries import (
     Entry,
     Registry,
     check_document,
-    read_document,
 )
 from ds4q.registry.errors import RegistryError
 from ds4q.registry.installed import companions
 from ds4q.registry.names import plain_name
 from ds4q.registry.rules import GB, SIDECAR_KINDS
-from ds4q.registry.schema import canonical
-from ds4q.registry.sources import write_whole
+from ds4q.registry.schema import canonical, parse
+from ds4q.registry.sources import read_file, write_whole
 from ds4q.registry.store import digest_of
 from ds4q.registry.verify import check_draft, check_receipt
 
@@ -115,6 +114,12 @@ def check_wish(registry: Registry, file: str, wish: Wish) -> None:
         )
 
 
+def default_tag(registry: Registry, file: str) -> str:
+    """The user's own tag that names ``file`` already, else its name without the suffix."""
+    own = [tag for tag in sorted(registry.local) if registry.entries[tag].file == file]
+    return own[0] if len(own) == 1 else os.path.splitext(file)[0]
+
+
 @dataclass(slots=True)
 class _Described:
     entry: dict[str, Any]
@@ -128,6 +133,7 @@ def add(
     wish: Wish,
     *,
     digests: Mapping[Path, str] | None = None,
+    dry_run: bool = False,
     check_adapter: Callable[[Path, Path], None] | None = None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> Added:
@@ -137,9 +143,10 @@ def add(
 
     Parameters
     ----------
-    registry : all that is known, to find clashes
+    registry : all that is known, what stands at ``local`` included
     local : the user's own registry; made where there is none
     digests : SHA-256 (hex) of files that this process has just written, by path
+    dry_run : write nothing
     check_adapter : called with an adapter and the trunk; raises where they do not pair
     advance : hears of bytes that were read
 
@@ -154,8 +161,11 @@ def add(
     described = _describe(file, wish, earlier, digests or {}, check_adapter, advance)
     entry = described.entry
     _check_rules(registry, wish.tag, entry)
-    with _locked(local):
-        was = _change(local, wish.tag, entry)
+    if dry_run:
+        was = None if earlier is None else earlier.raw
+    else:
+        with _locked(local):
+            was = _change(local, wish.tag, entry)
     before = was or {}
     changed = sorted(k for k in {*entry, *before} if entry.get(k) != before.get(k))
     return Added(wish.tag, entry, local, was, tuple(changed), tuple(described.warnings))
@@ -309,21 +319,21 @@ def _locked(local: Path) -> Iterator[None]:
 
 def _change(local: Path, tag: str, entry: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Put ``entry`` under ``tag``, or take it out, and return what stood there before."""
-    models: dict[str, Any] = {}
-    aliases: dict[str, str] = {}
+    document = _document({}, {})
     if local.exists():
-        held = read_document(local.read_bytes(), str(local))
-        models = {each: one.raw for each, one in held.entries.items()}
-        aliases = dict(held.aliases)
+        document |= parse(read_file(str(local)), str(local))
+    models, aliases = dict(document["models"]), dict(document.get("aliases", {}))
     was: Mapping[str, Any] | None = models.pop(tag, None)
-    if entry is not None:
-        models[tag] = entry
     if was == entry:
         return was
-    if not models:
+    if entry is not None:
+        models[tag] = entry
+    elif not models:
         local.unlink()  # a document holds one entry or more
+        fsync_folder(local.parent)
+        return was
     else:
-        kept = {alias: to for alias, to in aliases.items() if to in models}
-        write_whole(local, canonical(_document(models, kept)))
+        aliases = {alias: to for alias, to in aliases.items() if to != tag}
+    write_whole(local, canonical(document | _document(models, aliases)))
     fsync_folder(local.parent)
     return was

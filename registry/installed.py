@@ -13,15 +13,20 @@ from typing import Literal
 
 from ds4q.artifact.hfq import MAGIC
 from ds4q.artifact.receipt import SUFFIX
+from ds4q.artifact.writer import PARTIAL_SUFFIX
 from ds4q.registry.entries import Entry, Registry, Sidecar
 from ds4q.registry.names import ARTIFACT_SUFFIXES
 from ds4q.registry.store import Store
 
-State = Literal["absent", "wrong size", "wrong hash", "unverified", "not hashed", "verified"]
-"""Of a file: not there; of another length than registered; noted with another digest; registered
-without a digest; of the right length and not hashed since it changed; noted with the right one."""
+State = Literal[
+    "absent", "partial", "wrong size", "wrong hash", "unverified", "not hashed", "verified"
+]
+"""Of a file: not there; begun to be fetched; of another length than registered; noted with another
+digest; registered without one; of the right length and not hashed since it changed; noted with the
+right digest."""
 
 TRUNK = "trunk"
+UNFINISHED = (PARTIAL_SUFFIX, PARTIAL_SUFFIX + ".blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,8 @@ def held(store: Store, kind: str, what: Entry | Sidecar) -> Held:
 def _state(store: Store, what: Entry | Sidecar) -> State:
     size = store.size(what.file)
     if size is None:
-        return "absent"
+        begun = store.size(what.file + PARTIAL_SUFFIX) is not None
+        return "partial" if begun else "absent"
     if what.size_bytes not in (None, size):
         return "wrong size"
     if what.sha256 is None:
@@ -136,13 +142,13 @@ def strays(registry: Registry, store: Store) -> list[Stray]:
 
 
 def _files(store: Store) -> Iterator[tuple[str, int]]:
-    """Regular files of the folder that no other ds4q process is about to finish."""
+    """Regular files of the folder, without those that a job or a download has begun."""
     if not store.folder.exists():
         return
     with os.scandir(store.folder) as entries:
         for entry in entries:
             status = entry.stat() if entry.is_file() else None
-            unfinished = ".part" in entry.name
+            unfinished = entry.name.endswith(UNFINISHED)
             if status is not None and not entry.name.startswith(".") and not unfinished:
                 yield entry.name, status.st_size
 

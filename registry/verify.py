@@ -6,7 +6,7 @@ Reads headers, receipts and bytes to hash, never a tensor; changes nothing, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +15,13 @@ from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import read_receipt
 from ds4q.artifact.report import Check, Failure
-from ds4q.registry import entries
+from ds4q.registry import entries, sources
 from ds4q.registry.arch import quant_for
 from ds4q.registry.entries import Entry, Registry, Sidecar
 from ds4q.registry.errors import DocumentError, RegistryError
 from ds4q.registry.names import plain_name
-from ds4q.registry.sources import read_file
-from ds4q.registry.store import check_file, compare_sha256, compare_size
+from ds4q.registry.schema import canonical
+from ds4q.registry.store import compare_sha256, compare_size, digest_of
 
 CheckAdapter = Callable[[Path, Path], None]
 """Called with an adapter and its trunk; raises a ``Ds4qError`` where they do not pair."""
@@ -37,24 +37,43 @@ class SidecarError(RegistryError):
     cure = "fetch or make the sidecar of this trunk"
 
 
-def check_document(path: Path, check: Check) -> Registry | None:
+def check_document(path: Path, check: Check, *, beneath: Collection[str] = ()) -> Registry | None:
     """Hold a registry document against every rule, the strict ones, too.
 
-    Returns what it says, or None where it cannot be used.
+    ``beneath`` are tags of the document that it is laid over. Returns what it says, or None where
+    it cannot be used.
     """
-    raw = read_file(str(path))
+    return check_text(sources.read_file(str(path)), str(path), check, beneath)
+
+
+def check_registry(check: Check) -> None:
+    """Hold every document that ``load_registry(offline=True)`` reads against every rule."""
+    url = sources.configured()
+    copy = None if url is None else sources.last_copy(url)
+    if url is None or (copy is None and sources.is_remote(url)):
+        base = check_text(sources.bundled(), sources.BUNDLED, check)
+    elif copy is not None:
+        base = check_text(canonical(copy.document).encode(), f"copy of {url}", check)
+    else:
+        base = check_text(sources.read_file(url), url, check)
+    local = sources.local_registry_path()
+    if local.exists():
+        check_document(local, check, beneath=() if base is None else base.entries)
+
+
+def check_text(
+    raw: bytes, origin: str, check: Check, beneath: Collection[str] = ()
+) -> Registry | None:
+    """``check_document`` of the text of the document at ``origin``."""
+    known = check.count
+    document = "" if origin == check.path else f"{origin}: "
     try:
-        for problem in entries.check_document(raw, str(path)):
-            check.fail(
-                Failure(
-                    f"{problem.key}: {problem.what}" if problem.where else problem.what,
-                    expected=problem.expected,
-                    found=problem.found,
-                )
-            )
-        return entries.read_document(raw, str(path))
+        for problem in entries.check_document(raw, origin, beneath=beneath):
+            what = f"{problem.key}: {problem.what}" if problem.where else problem.what
+            check.fail(Failure(document + what, expected=problem.expected, found=problem.found))
+        return entries.read_document(raw, origin, beneath=beneath)
     except DocumentError as error:
-        if check.ok:
+        if check.count == known:
             check.fail_with(error)
         return None
 
@@ -135,7 +154,7 @@ def check_sidecars(
     *,
     trunk: Path | None = None,
     check_adapter: CheckAdapter | None = None,
-    advance: Callable[[int], None] = lambda nbytes: None,
+    sha256: Callable[[Path], str] = digest_of,
 ) -> None:
     """Hold every sidecar that lies in ``folder`` against the entry, and against its trunk.
 
@@ -145,7 +164,7 @@ def check_sidecars(
     ----------
     trunk : where the trunk is, if not in ``folder`` under its registered name
     check_adapter : without it, of an adapter only the bytes are compared
-    advance : hears of bytes that were read
+    sha256 : called for a file whose length is right and whose digest is registered
     """
     place = folder / plain_name(entry.file, what=f"file of {entry.tag}") if trunk is None else trunk
     checked = 0
@@ -155,7 +174,9 @@ def check_sidecars(
             check.notes.append(f"{sidecar.kind} {sidecar.file} is not there")
             continue
         checked += 1
-        failures = check_file(sidecar, path, advance=advance)
+        failures = list(compare_size(sidecar, path.stat().st_size))
+        if not failures and sidecar.sha256 is not None:
+            failures += compare_sha256(sidecar, sha256(path))
         _fail(check, entry, failures)
         if failures:
             continue

@@ -31,6 +31,7 @@ COMMANDS = {
     "cache": "Choose an expert cache by what a recorded run asked for.",
     "adapter": "Fit and judge what predicts experts, for run --prefetch.",
     "export": "Write an artifact as safetensors or GGUF.",
+    "registry": "Know artifacts by tag: list, fetch, register, verify, remove.",
     "doctor": "Report what this machine can do.",
 }
 """Name and one line of each command, in the order of ``ds4q --help``."""

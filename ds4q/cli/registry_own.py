@@ -1,0 +1,447 @@
+"""Owns what changes or judges entries and files: ``registry add``, ``verify``, ``rm``, ``card``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ds4q.artifact.errors import one_line
+from ds4q.cli import common
+from ds4q.cli.registry_shared import load, models_option, open_store, registry_option
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ds4q.artifact.report import Report
+    from ds4q.registry.add import Added, Wish
+    from ds4q.registry.card import Sources
+    from ds4q.registry.entries import Entry, Registry
+    from ds4q.registry.remove import Removal
+    from ds4q.registry.store import Store
+
+
+@click.command("add")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@click.option(
+    "--tag",
+    metavar="TAG",
+    help="Default: the tag that registers this file name already, else the name without suffix.",
+)
+@click.option("--desc", metavar="TEXT", help="What it is, in a line.")
+@click.option(
+    "--min-vram-gb",
+    type=click.FloatRange(min=0),
+    metavar="GB",
+    help="Memory that it needs when nothing is paged. Default: what the file takes.",
+)
+@click.option(
+    "--adapter",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also register this expert predictor of the model.",
+)
+@click.option("--force", is_flag=True, help="Replace what the tag means, if that is another file.")
+@click.option("--dry-run", is_flag=True, help="Show the entry; write nothing.")
+@registry_option
+@models_option
+@common.json_option
+@common.talk_options
+def add(
+    file: Path,
+    tag: str | None,
+    desc: str | None,
+    min_vram_gb: float | None,
+    adapter: Path | None,
+    force: bool,
+    dry_run: bool,
+    origin: str | None,
+    folder: Path | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Register the artifact FILE under a tag of your own; again changes only what differs.
+
+    Example: ds4q registry add flash.hfq --tag flash:fp4
+
+    Size, SHA-256, architecture, quantization and recipe are computed from FILE; its receipt and its
+    draft models (FILE's name with -dspark or -mtp) are registered with it, and must be its own.
+    The entry goes to registry.json in DS4Q_HOME, or into the document that --registry names.
+    """
+    from ds4q.registry.add import Wish, default_tag
+
+    registry, local = _own_registry(origin)
+    wish = Wish(
+        default_tag(registry, file.name) if tag is None else tag,
+        desc,
+        min_vram_gb,
+        adapter,
+        replace=force,
+    )
+    added = register(registry, local, file, wish, dry_run=dry_run, quiet=quiet)
+    store = open_store(folder)
+    here = store.path(file.name)
+    if here.exists() and here.samefile(file):
+        if not dry_run:
+            store.note_verified(file.name, added.entry["sha256"])
+    else:
+        common.warn(f"{file} is not in {store.folder}: list, verify and rm look for it there")
+    if as_json:
+        common.emit_json(_added_document(added))
+    else:
+        print_added(added)
+
+
+def _own_registry(origin: str | None) -> tuple[Registry, Path]:
+    """What is known, and the document that takes new entries."""
+    from ds4q.registry.entries import Registry
+    from ds4q.registry.sources import is_remote, local_registry_path
+
+    if origin is None:
+        return load(None), local_registry_path()
+    if is_remote(origin) or "://" in origin:
+        raise click.BadParameter("name a file: a URL cannot be written to", param_hint="--registry")
+    path = Path(origin)
+    return (load(origin) if path.exists() else Registry({}, {}, "", origin)), path
+
+
+def register(
+    registry: Registry,
+    local: Path,
+    file: Path,
+    wish: Wish,
+    *,
+    digests: Mapping[Path, str] | None = None,
+    dry_run: bool = False,
+    quiet: bool = False,
+) -> Added:
+    """``registry.add.add`` with a progress bar; its warnings are told."""
+    from ds4q.api import check_adapter
+    from ds4q.registry.add import add as add_entry
+
+    with common.progress("hash", file.stat().st_size, quiet=quiet) as advance:
+        added = add_entry(
+            registry,
+            local,
+            file,
+            wish,
+            digests=digests,
+            dry_run=dry_run,
+            check_adapter=check_adapter,
+            advance=advance,
+        )
+    for warning in added.warnings:
+        common.warn(warning)
+    return added
+
+
+def _added_document(added: Added) -> dict[str, Any]:
+    return {
+        "tag": added.tag,
+        "registry": str(added.path),
+        "new": added.was is None,
+        "changed": list(added.changed),
+        "entry": dict(added.entry),
+    }
+
+
+def print_added(added: Added) -> None:
+    """What was registered, in a few lines."""
+    entry = added.entry
+    if added.was is None:
+        verb = "registered"
+    else:
+        verb = f"changed ({', '.join(added.changed)})" if added.changed else "unchanged"
+    size = f"{entry['size_bytes']:,} bytes"
+    click.echo(f"{verb} {added.tag}: {one_line(entry['file'])}, {entry['quant']}, {size}")
+    click.echo(f"  sha256     {entry['sha256']}")
+    for kind in ("receipt", "dspark", "mtp", "adapter"):
+        if kind in entry:
+            click.echo(f"  {kind:10} {one_line(entry[kind]['file'])}")
+    click.echo(f"  in         {one_line(str(added.path))}")
+
+
+# ---------------------------------------------------------------- verify
+
+
+@click.command("verify")
+@click.argument("names", metavar="[TAG]...", nargs=-1)
+@registry_option
+@models_option
+@common.json_option
+@common.talk_options
+def verify(
+    names: tuple[str, ...],
+    origin: str | None,
+    folder: Path | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Hold the registry against its rules, and the files of each TAG against their entries.
+
+    \b
+    Example: ds4q registry verify flash:fp4
+             ds4q registry verify --registry mine.json
+
+    Without TAG every tag whose trunk is in the models folder. Sizes are compared first, then
+    SHA-256; then headers, and whether receipt and draft belong to the trunk. Whatever differs is
+    told with both values; nothing is ever deleted. Here, unlike elsewhere, a key that the schema
+    does not know is an error.
+
+    Exit status 0: all is as registered; 1: something is not.
+    """
+    report, registry = _check_documents(origin)
+    if registry is not None:
+        store = open_store(folder)
+        for tag in _tags_to_verify(registry, store, names):
+            _verify_tag(report, registry.entries[tag], store, quiet)
+        report.artifact["models_dir"] = str(store.folder)
+    if as_json:
+        common.emit_json(report.document())
+    else:
+        _print_report(report)
+    if not report.ok:
+        click.get_current_context().exit(1)
+
+
+def _check_documents(origin: str | None) -> tuple[Report, Registry | None]:
+    """The strict checks of what is in use, and what it says; None where it cannot be used."""
+    from ds4q.artifact.report import Report
+    from ds4q.registry.entries import document_text, load_registry
+    from ds4q.registry.errors import DocumentError
+    from ds4q.registry.sources import is_remote
+    from ds4q.registry.verify import check_document, check_registry, check_text
+
+    report = Report({"path": origin or "registry", "name": "registry"})
+    with report.check("schema") as check:
+        if origin is None:
+            check_registry(check)
+        elif is_remote(origin):
+            text = document_text(load_registry(origin, offline=True))
+            check_text(text.encode(), origin, check)
+        else:
+            check_document(Path(origin), check)
+    try:
+        registry = load_registry(origin, offline=True)
+    except DocumentError:
+        return report, None
+    report.artifact["path"] = registry.origin
+    return report, registry
+
+
+def _tags_to_verify(registry: Registry, store: Store, names: Sequence[str]) -> list[str]:
+    if names:
+        return [registry.resolve(name).tag for name in dict.fromkeys(names)]
+    return [tag for tag, entry in registry.entries.items() if store.size(entry.file) is not None]
+
+
+def _verify_tag(report: Report, entry: Entry, store: Store, quiet: bool) -> None:
+    """One check, named after the tag."""
+    from ds4q.api import check_adapter
+    from ds4q.artifact.report import Failure
+    from ds4q.registry.verify import check_sidecars, check_trunk
+
+    files = [entry.file, *(sidecar.file for sidecar in entry.sidecars)]
+    total = sum(store.size(file) or 0 for file in files)
+    trunk = store.path(entry.file)
+    with (
+        report.check(entry.tag) as check,
+        common.progress(entry.tag, total, quiet=quiet) as advance,
+    ):
+
+        def sha256(path: Path) -> str:
+            return store.digest(path.name, advance=advance)
+
+        if store.size(entry.file) is None:
+            check.fail(Failure(f"{entry.tag}: {entry.file} is not in {store.folder}"))
+        else:
+            check_trunk(entry, trunk, lambda: sha256(trunk), check)
+        check_sidecars(entry, store.folder, check, check_adapter=check_adapter, sha256=sha256)
+
+
+def _print_report(report: Report) -> None:
+    common.print_table(report.table())
+    for check in report.checks:
+        for note in check.notes:
+            click.echo(one_line(f"{check.name}: {note}"))
+    for line in report.failure_lines():
+        common.say(one_line(line))
+    click.echo(f"{one_line(str(report.artifact['path']))}: {'ok' if report.ok else 'FAILED'}")
+
+
+# ---------------------------------------------------------------- rm
+
+
+@click.command("rm")
+@click.argument("names", metavar="TAG...", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="List what would go; remove nothing.")
+@click.option("--forget", is_flag=True, help="Also take your own entry of TAG out of the registry.")
+@registry_option
+@models_option
+@common.json_option
+@common.talk_options
+def rm(
+    names: tuple[str, ...],
+    yes: bool,
+    dry_run: bool,
+    forget: bool,
+    origin: str | None,
+    folder: Path | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Remove the files of each TAG from the models folder, after listing and asking.
+
+    Example: ds4q registry rm deepseek-v4-flash:mq2r
+
+    Exactly the files that the tag registers go: trunk, receipt, drafts, adapter. What another
+    installed tag names, too, stays. TAG may also be the name of a file that no tag registers; then
+    the files that are its own by name go with it.
+    """
+    from ds4q.registry.remove import plan_removal, remove
+
+    if as_json and not (yes or dry_run):
+        raise click.UsageError("--json cannot ask: add --yes or --dry-run")
+    registry, store = load(origin), open_store(folder)
+    own = _own_tags(registry, names) if forget else []
+    removal = plan_removal(registry, store, names)
+    if not as_json:
+        _print_removal(removal, store, own, dry_run)
+    work = bool(removal.files or own)
+    agreed = not dry_run and work and (yes or _agrees(removal, own))
+    if agreed:
+        remove(store, removal)
+        _forget(own, origin)
+    if as_json:
+        common.emit_json(
+            {
+                "removed": [] if dry_run else [name for name, _ in removal.files],
+                "files": [{"file": name, "bytes": size} for name, size in removal.files],
+                "kept": [{"file": name, "tag": tag} for name, tag in removal.kept],
+                "forgotten": [] if dry_run else own,
+            }
+        )
+    if work and not dry_run and not agreed:
+        common.say("nothing was removed")
+        click.get_current_context().exit(1)
+
+
+def _own_tags(registry: Registry, names: Sequence[str]) -> list[str]:
+    return sorted({registry.resolve(name).tag for name in names} & registry.local)
+
+
+def _agrees(removal: Removal, own: Sequence[str]) -> bool:
+    """Whether whoever sits there says yes; an input that ends says no."""
+    total = common.amount_text(sum(size for _, size in removal.files))
+    entries = f" and forget {len(own)} of your entries" if own else ""
+    click.echo(f"Remove {len(removal.files)} files, {total}{entries}? [y/N] ", nl=False, err=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _forget(own: Sequence[str], origin: str | None) -> None:
+    from ds4q.registry.add import forget
+
+    for tag in own:
+        forget(_own_registry(origin)[1], tag)
+
+
+def _print_removal(removal: Removal, store: Store, own: Sequence[str], dry_run: bool) -> None:
+    verb = "would remove" if dry_run else "remove"
+    for name, size in removal.files:
+        click.echo(one_line(f"{verb} {store.path(name)}: {size:,} bytes"))
+    for name, tag in removal.kept:
+        click.echo(one_line(f"keep {store.path(name)}: {tag} needs it"))
+    if removal.by_name:
+        click.echo("no tag registers these: what goes with the file was found by its name")
+    for tag in own:
+        click.echo(f"{'would forget' if dry_run else 'forget'} {tag}, your own entry")
+    if not removal.files and not own:
+        click.echo(one_line(f"nothing to remove in {store.folder}"))
+
+
+# ---------------------------------------------------------------- card
+
+
+@click.command("card")
+@click.argument("name", metavar="TAG")
+@click.option(
+    "--verify",
+    "report",
+    type=click.Path(path_type=Path),
+    metavar="FILE.json",
+    help="A report of 'ds4q verify --json' of this artifact.",
+)
+@click.option("--device", metavar="NAME", help="The device on which its gates ran.")
+@click.option("--date", metavar="YYYY-MM-DD", help="The day on which they ran.")
+@registry_option
+@models_option
+@common.json_option
+@common.talk_options
+def card(
+    name: str,
+    report: Path | None,
+    device: str | None,
+    date: str | None,
+    origin: str | None,
+    folder: Path | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Print the model card of TAG: what entry, receipt, header and verify report say.
+
+    \b
+    Example: ds4q verify flash.fp4 --source SRC --registry flash:fp4 --json > v.json
+             ds4q registry card flash:fp4 --verify v.json > README.md
+
+    Receipt and header are read where they are in the models folder. A field that none of these says
+    reads "not measured by this project"; figures of gates need --device and --date, too.
+    """
+    from ds4q.registry.card import render
+
+    if (device is None) != (date is None) or (device is not None and report is None):
+        raise click.UsageError("--device and --date belong together, and to --verify")
+    registry, store = load(origin), open_store(folder)
+    sources = _card_sources(registry, store, registry.resolve(name), report, (device, date))
+    text = render(sources)
+    if as_json:
+        common.emit_json({"tag": sources.entry.tag, "card": text})
+    else:
+        click.echo(text, nl=False)
+
+
+def _card_sources(
+    registry: Registry,
+    store: Store,
+    entry: Entry,
+    report: Path | None,
+    where: tuple[str | None, str | None],
+) -> Sources:
+    from ds4q.artifact.hfq import Reader
+    from ds4q.artifact.receipt import read_receipt, receipt_path
+    from ds4q.registry.card import Header, Sources, read_measured
+    from ds4q.registry.installed import held, model_of
+    from ds4q.registry.verify import check_receipt
+
+    trunk = store.path(entry.file)
+    receipt = header = measured = None
+    if receipt_path(trunk).exists():
+        check_receipt(receipt_path(trunk), entry.sha256, entry.size_bytes)
+        receipt = read_receipt(receipt_path(trunk))
+    state = held(store, "trunk", entry).state
+    if state in ("verified", "not hashed"):
+        with Reader(trunk) as reader:
+            header = Header.of(reader)
+    elif state not in ("absent", "partial"):
+        common.warn(f"{trunk}: {state}: nothing is taken from it; see 'ds4q registry verify'")
+    if report is not None:
+        device, date = where
+        raw = report.read_bytes()
+        measured = read_measured(raw, entry, str(report), device=device, date=date)
+    return Sources(entry, model_of(registry, store, entry).aliases, receipt, header, measured)

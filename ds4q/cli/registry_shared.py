@@ -1,0 +1,56 @@
+"""Owns what the commands of ``ds4q registry`` share: options, which registry, which folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ds4q.cli import common
+
+if TYPE_CHECKING:
+    from ds4q.registry.entries import Registry
+    from ds4q.registry.store import Store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def registry_option(command: F) -> F:
+    """``--registry FILE|URL``, passed as ``origin``: the one document to use."""
+    return click.option(
+        "--registry",
+        "origin",
+        metavar="FILE|URL",
+        help="Use this registry document and no other. Default: the one of DS4Q_REGISTRY_URL, else "
+        "the bundled one, and your own entries.",
+    )(command)
+
+
+def models_option(command: F) -> F:
+    """``--models-dir DIR``, passed as ``folder``: where models are."""
+    return click.option(
+        "--models-dir",
+        "folder",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Folder of the models. Default: models in DS4Q_HOME, which is ~/.cache/ds4q if unset.",
+    )(command)
+
+
+def load(origin: str | None, *, offline: bool = True) -> Registry:
+    """The registry that ``--registry`` names, or the usual one; its warnings are told."""
+    from ds4q.registry.entries import load_registry
+
+    registry = load_registry(origin, offline=offline)
+    for warning in registry.warnings:
+        common.warn(warning)
+    return registry
+
+
+def open_store(folder: Path | None) -> Store:
+    """The folder that ``--models-dir`` names, or the usual one."""
+    from ds4q.registry.store import Store, models_folder
+
+    return Store(models_folder() if folder is None else folder)
