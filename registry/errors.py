@@ -120,3 +120,36 @@ class SpaceError(TransferError):
 
     rule = "not enough free space (No space left on device)"
     cure = "free some space, or name another folder with --models-dir"
+
+
+class HubError(TransferError):
+    """The hub does not tell where a file is."""
+
+    rule = "the hub does not answer for this repo"
+    cure = "check the network, the repo's name, and for a private repo 'hf auth login'"
+
+
+class OtherFileError(TransferError):
+    """A file of the registered name is there, and is not the registered file."""
+
+    rule = "the file that is there is not the registered one"
+    cure = "it is left as it is: --force replaces it"
+
+
+class UnverifiedError(TransferError):
+    """Files whose digest nobody published: what arrives could not be checked."""
+
+    rule = "no digest is published"
+    cure = "fetch without that check by --allow-unverified"
+
+
+class LocalOnlyError(TransferError):
+    """An entry without a repo: the file is made here, not fetched."""
+
+    rule = "this entry is local only and names no place to pull from"
+
+
+class PullError(TransferError):
+    """The trunk is there, and not all that belongs to it."""
+
+    rule = "not all files could be pulled"
