@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.artifact.errors import (
+    ArtifactError,
     ChangedError,
     DuplicateTensorError,
     HeaderError,
@@ -39,10 +40,11 @@ from ds4q.artifact.metadata import (
     object_length,
     parse_metadata,
 )
-from ds4q.artifact.types import RESERVED_IDS
+from ds4q.artifact.types import RESERVED_IDS, check_entry
 
 MAGIC = b"HFQM"
 UNFINISHED_MAGIC = b"HFQ!"
+LFS_PREFIX = b"version https://git-lfs."  # of what git-lfs checks out in place of a file
 VERSION_WRITTEN = 1
 VERSIONS_READ = (1, 2)
 HEADER = struct.Struct("<4sIIIQQ")  # magic, version, arch_id, n_tensors, metadata_, data_offset
@@ -99,6 +101,19 @@ def pread_all(fd: int, out: U8, offset: int, *, path: object) -> None:
                 path=path, expected=f"{len(view)} bytes at offset {offset}", found=f"{done}"
             )
         done += n
+
+
+def _misfit(entries: list[TensorEntry]) -> str | None:
+    """Which tensor a damaged index is wrong about: the first that contradicts itself, if one does.
+
+    A digest covers the index as a whole and cannot tell.
+    """
+    for entry in entries:
+        try:
+            check_entry(entry.type_id, entry.shape, entry.group_size, entry.nbytes)
+        except ArtifactError:
+            return entry.name
+    return None
 
 
 class _IndexCursor:
@@ -245,11 +260,13 @@ class Reader:
         magic, self.version, self.arch_id, count, metadata_offset, data_offset = fields
         if magic != MAGIC:
             unfinished = magic == UNFINISHED_MAGIC
+            pointer = self.header_raw.startswith(LFS_PREFIX)
             raise MagicError(
                 "unfinished version-2 file" if unfinished else None,
                 path=self.path,
                 expected=MAGIC,
-                found=magic,
+                found="a git-lfs pointer" if pointer else magic,
+                remedy="fetch the content with 'git lfs pull'" if pointer else None,
             )
         if self.version not in VERSIONS_READ:
             raise VersionError(path=self.path, expected="1 or 2", found=self.version)
@@ -293,10 +310,10 @@ class Reader:
         padding = cursor.raw[cursor.at :]
         if padding.nbytes and np.frombuffer(padding, dtype=np.uint8).any():
             self.strict_warnings.append("the padding between index and payload is not zero")
-        self._check_front_digests()
+        self._check_front_digests(entries)
         self._place(entries)
 
-    def _check_front_digests(self) -> None:
+    def _check_front_digests(self, entries: list[TensorEntry]) -> None:
         """Files of ds4q carry digests of metadata and index: a changed byte is refused at open."""
         ours = self.metadata.get("ds4q")
         if ours is None:
@@ -319,6 +336,7 @@ class Reader:
                 raise kind(
                     f"{what} does not match its own digest ds4q.{key}",
                     path=self.path,
+                    tensor=_misfit(entries) if kind is IndexFieldError else None,
                     expected=ours.get(key),
                     found=found,
                     remedy="the file is damaged: copy it again or re-create it",

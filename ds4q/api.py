@@ -21,7 +21,7 @@ from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.hfq2 import check_quantization_hash, declares_hash
 from ds4q.artifact.metadata import front_digest
-from ds4q.artifact.receipt import Receipt, find_receipt
+from ds4q.artifact.receipt import Receipt, find_receipt, receipt_path
 from ds4q.artifact.report import Check, Failure, Report
 from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
 from ds4q.quantize.audit import Audit, audit
@@ -186,10 +186,12 @@ class Verification(Report):
     ----------
     reader : the artifact as it was opened, closed by now; None where it could not be
     errors : what each re-encoded tensor lost, by name, where a source was compared to its end
+    sha256 : of the whole file (hex), where a receipt or ``want_sha256`` asked for it
     """
 
     reader: Reader | None = None
     errors: dict[str, ErrorSums] = field(default_factory=dict)
+    sha256: str | None = None
 
 
 def verify(
@@ -199,6 +201,8 @@ def verify(
     receipt: str | os.PathLike[str] | None = None,
     imatrix: str | os.PathLike[str] | None = None,
     errors_only: bool = False,
+    require_receipt: bool = False,
+    want_sha256: bool = False,
     device: Where = "cpu",
     gates: Sequence[Gate] = (),
     threads: int = 1,
@@ -213,6 +217,8 @@ def verify(
     receipt : receipt file; else the one that belongs to the artifact by name or by content
     imatrix : the importance matrix that the artifact was made with
     errors_only : of lossy types measure the errors alone: no second encoding, no fit of books
+    require_receipt : an artifact without a receipt fails
+    want_sha256 : compute the file's SHA-256 in the same pass, also where there is no receipt
     device : "hip" has the device decode every weight, too, and compares bits with the CPU codecs
     gates : ``Divergence(...)``, ``Fidelity(...)``, ``Neutrality(...)``, ``LoadTime(...)`` of
         ``ds4q.runtime.gates``; they run the model, the last two on ``device``, and only where the
@@ -239,7 +245,9 @@ def verify(
         with report.check("inventory") as inventory:
             check_inventory(reader, inventory)
         if structure.ok:
-            ground = _Ground(source, receipt, imatrix, errors_only, device)
+            ground = _Ground(
+                source, receipt, imatrix, errors_only, require_receipt, want_sha256, device
+            )
             _verify_payload(report, reader, ground, threads, progress)
             if declares_hash(reader):
                 with report.check("quantization-hash") as check:
@@ -276,6 +284,8 @@ class _Ground:
     receipt: str | os.PathLike[str] | None
     imatrix: str | os.PathLike[str] | None
     errors_only: bool
+    require_receipt: bool
+    want_sha256: bool
     device: Where
 
 
@@ -295,6 +305,9 @@ def _verify_payload(
         visitors.append(digests)
     elif report.checks[-1] is payload:
         payload.notes.append(NO_RECEIPT)
+        if ground.require_receipt:
+            with report.check("receipt") as check:
+                check.fail(Failure(f"no receipt; ds4q quantize writes {receipt_path(reader.path)}"))
     decoding = _device_decoding(report, codings) if ground.device == "hip" else None
     if decoding is not None:
         visitors.append(decoding)
@@ -313,9 +326,8 @@ def _verify_payload(
                     visitors.append(comparison)
         payload_bytes = sum(entry.nbytes for entry in reader.tensors.values())
         with progress("verify", payload_bytes) as advance:
-            sha256 = walk(
-                reader, visitors, threads=threads, sha256=digests is not None, advance=advance
-            )
+            wanted = digests is not None or ground.want_sha256
+            report.sha256 = walk(reader, visitors, threads=threads, sha256=wanted, advance=advance)
         if checkpoint is not None:
             checkpoint.check_unchanged()
     except Ds4qError as error:  # cut short or replaced while it was read
@@ -335,8 +347,8 @@ def _verify_payload(
     if comparison is not None:
         comparison.report_errors()
         report.errors = comparison.errors
-    if digests is not None and sha256 is not None:
-        digests.compare_sha256(sha256)
+    if digests is not None and report.sha256 is not None:
+        digests.compare_sha256(report.sha256)
 
 
 def _device_decoding(report: Report, codings: Codings) -> DeviceDecoding | None:
@@ -425,3 +437,21 @@ def calibrate(
         force=force,
         progress=progress,
     )
+
+
+def check_adapter(path: str | os.PathLike[str], trunk: str | os.PathLike[str]) -> None:
+    """Refuse an expert predictor that is damaged, or of another model than the artifact ``trunk``.
+
+    Raises
+    ------
+    AdapterError : what is wrong with it
+    """
+    from ds4q.runtime.config import parse_config  # the model's kernels come with it
+    from ds4q.runtime.experts.adapter import read_adapter
+    from ds4q.runtime.experts.trace import artifact_identity
+
+    adapter = read_adapter(path)
+    with Reader(trunk) as reader:
+        config = reader.metadata.get("config")
+        known = config if isinstance(config, dict) else {}
+        adapter.check_model(parse_config(known, path=reader.path), artifact_identity(reader))

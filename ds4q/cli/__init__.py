@@ -32,6 +32,7 @@ COMMANDS = {
     "adapter": "Fit and judge what predicts experts, for run --prefetch.",
     "export": "Write an artifact as safetensors or GGUF.",
     "registry": "Know artifacts by tag: list, fetch, register, verify, remove.",
+    "sign": "Sign an artifact and its receipt.",
     "doctor": "Report what this machine can do.",
 }
 """Name and one line of each command, in the order of ``ds4q --help``."""

@@ -1,10 +1,13 @@
-"""Owns ``ds4q verify``: options in, report out. The checks are joined in ``ds4q/api.py``."""
+"""Owns ``ds4q verify``: options in, report out. No check: ``ds4q/api.py`` joins them.
+
+What several paths and folders stand for is found by ``ds4q/targets.py``.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
 
 
 @click.command("verify")
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.hfq")
+@click.argument(
+    "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH..."
+)
 @click.option(
     "--source",
     type=click.Path(path_type=Path),
@@ -31,6 +36,25 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Receipt to check against; else FILE.hfq.receipt, or one in the folder that fits.",
+)
+@click.option("--require-receipt", is_flag=True, help="Fail where an artifact has no receipt.")
+@click.option(
+    "--registry",
+    "tag",
+    metavar="TAG",
+    help="Also hold the artifact to the registry's entry: length, SHA-256, kind, sidecars.",
+)
+@click.option(
+    "--public-key",
+    type=click.Path(path_type=Path),
+    metavar="KEY.pem",
+    help="Fail unless this key has signed each artifact (needs ds4q[sign]).",
+)
+@click.option(
+    "--signature",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The artifact's signature, if not FILE.hfq.sig.",
 )
 @click.option(
     "--imatrix",
@@ -63,9 +87,13 @@ if TYPE_CHECKING:
 @common.json_option
 @common.talk_options
 def command(
-    file: Path,
+    paths: tuple[Path, ...],
     source: Path | None,
     receipt: Path | None,
+    require_receipt: bool,
+    tag: str | None,
+    public_key: Path | None,
+    signature: Path | None,
     imatrix: Path | None,
     errors_only: bool,
     device: Literal["cpu", "hip"],
@@ -87,40 +115,84 @@ def command(
     or against itself, with experts paged through a small cache:
     ds4q verify mix.hfq --gate neutrality --gate load-time
 
+    PATH may also be a registry file, a folder of artifacts and registry files, or several of all
+    these: each is checked, and entries are held to the files beside them.
+    ds4q verify models/ --junit report.xml
+
     Exit status 0: every check passed; 1: at least one failed.
     """
     if source is None and (imatrix is not None or errors_only):
         raise click.UsageError("--imatrix and --errors-only belong to --source")
+    if signature is not None and public_key is None:
+        raise click.UsageError("--signature belongs to --public-key")
     if junit is not None:
         common.claim_report(junit, "--junit", b"ds4q verify")
     if html is not None:
         if html == junit:
             raise click.UsageError("--html and --junit name the same file")
         common.claim_page(html)
-    from ds4q.api import verify
+    from ds4q import targets
+    from ds4q.artifact.report import junit as junit_of
 
-    report = verify(
-        file,
-        source=source,
-        receipt=receipt,
-        imatrix=imatrix,
-        errors_only=errors_only,
-        device=device,
-        gates=gates,
-        threads=threads,
-        progress=partial(common.progress, quiet=quiet),
-        tell=(lambda line: None) if quiet else common.say,
-    )
-    if as_json:
-        common.emit_json(report.document())
+    options: dict[str, Any] = {
+        "require_receipt": require_receipt,
+        "device": device,
+        "threads": threads,
+        "progress": partial(common.progress, quiet=quiet),
+        "tell": (lambda line: None) if quiet else common.say,
+    }
+    together = len(paths) > 1 or paths[0].is_dir()
+    if together or targets.names_document(paths[0]):
+        if source or receipt or tag or signature or html or gates:
+            raise click.UsageError(
+                "--source, --receipt, --registry, --signature, --gate, --html: for one artifact"
+            )
+        options["public_key"] = public_key
+        reports = targets.verify_targets(targets.Targets.of(paths), **options)
+        page = None
     else:
-        _print(report)
+        grounds = {"source": source, "receipt": receipt, "imatrix": imatrix, "gates": gates}
+        options |= grounds | {"errors_only": errors_only}
+        page = _verify_one(paths[0], tag, public_key, signature, options)
+        reports = [page]
+    if as_json:
+        common.emit_json(targets.document_of(reports) if together else reports[0].document())
+    else:
+        for report in reports:
+            _print(report, f"{one_line(report.artifact['path'])}: " if together else "")
+        if together:
+            failed = sum(not report.ok for report in reports)
+            verdict = f"FAILED ({failed:,})" if failed else "ok"
+            click.echo(f"{len(reports):,} targets: {verdict}")
     if junit is not None:  # last: what is on the screen must not be lost with it
-        common.write_report(junit, report.junit())
-    if html is not None:
-        common.write_report(html, _page(report))
-    if not report.ok:
+        common.write_report(junit, junit_of(reports))
+    if html is not None and page is not None:
+        common.write_report(html, _page(page))
+    if not all(report.ok for report in reports):
         click.get_current_context().exit(1)
+
+
+def _verify_one(
+    path: Path,
+    tag: str | None,
+    public_key: Path | None,
+    signature: Path | None,
+    options: dict[str, Any],
+) -> Verification:
+    """One artifact, held to a signature and to the registry's entry where that is asked for."""
+    from ds4q import api, targets
+    from ds4q.registry.entries import load_registry
+    from ds4q.registry.signing import signature_path
+
+    entry = None if tag is None else load_registry().resolve(tag)
+    asked = entry is not None or public_key is not None
+    report = api.verify(path, want_sha256=asked, **options)
+    if public_key is not None:
+        place = signature_path(path) if signature is None else signature
+        targets.hold_to_signature(report, public_key, place, options["progress"])
+    if entry is not None:
+        targets.hold_to_entry(report, entry, options["progress"])
+    return report
 
 
 def _page(report: Verification) -> str:
@@ -134,14 +206,14 @@ def _page(report: Verification) -> str:
     return render(gather(*describe(report.reader), __version__, report, report.errors))
 
 
-def _print(report: Report) -> None:
-    """The table on stdout; failures on stderr, where errors go."""
+def _print(report: Report, prefix: str) -> None:
+    """The table on stdout; failures on stderr, where errors go, ``prefix`` before each."""
     common.print_table(report.table())
     for check in report.checks:
         for note in check.notes:
             click.echo(f"{check.name}: {note}")
     for line in report.failure_lines():
-        common.say(one_line(line))
+        common.say(prefix + one_line(line))
     size = report.artifact.get("bytes")
     about = f" ({size:,} bytes)" if size is not None else ""
     click.echo(f"{one_line(report.artifact['path'])}{about}: {'ok' if report.ok else 'FAILED'}")

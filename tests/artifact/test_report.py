@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ds4q.artifact.errors import PayloadValueError, TruncatedError
-from ds4q.artifact.report import MAX_LISTED, Check, Failure, Report
+from ds4q.artifact.report import MAX_LISTED, Check, Failure, Report, junit
 
 PLACE = Failure(
     "code differs",
@@ -186,11 +186,11 @@ def test_failure_lines_name_their_check() -> None:
 
 
 def test_junit() -> None:
-    text = example().junit()
+    text = junit([example()])
     assert text.startswith('<?xml version="1.0" encoding="UTF-8"?>\n<testsuites>')
     root = ElementTree.fromstring(text.encode("utf-8"))
     (suite,) = root
-    assert suite.attrib["name"] == "ds4q verify a.hfq"
+    assert suite.attrib["name"] == "ds4q verify /x/a.hfq"
     assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["errors"]) == (
         "2",
         "1",
@@ -207,14 +207,28 @@ def test_junit() -> None:
 
 def test_junit_holds_no_character_that_xml_forbids() -> None:
     nasty = "\x00\x08\x1b\x7f\ufffe\uffff\ud800\n你 ü"
-    report = Report({"name": nasty})
+    report = Report({"path": nasty})
     with report.check("structure") as check:
         check.fail(Failure(nasty, tensor=nasty, expected=nasty, found=nasty))
-    root = ElementTree.fromstring(report.junit().encode("utf-8"))
+    root = ElementTree.fromstring(junit([report]).encode("utf-8"))
     element = root.find(".//failure")
     assert element is not None
     assert element.text == element.attrib["message"] == check.lines()[0]
     assert "你 ü" in (element.text or "")
+
+
+def test_junit_of_several_keeps_them_apart() -> None:
+    """Viewers take two test cases of one class and name for one."""
+    other = example()
+    other.artifact["path"] = "/x/b.hfq"
+    root = ElementTree.fromstring(junit([example(), other]))
+    assert [suite.attrib["name"] for suite in root] == [
+        "ds4q verify /x/a.hfq",
+        "ds4q verify /x/b.hfq",
+    ]
+    keys = [(case.attrib["classname"], case.attrib["name"]) for case in root.iter("testcase")]
+    assert len(keys) == 4
+    assert len(set(keys)) == 4
 
 
 def test_junit_says_how_many_are_not_listed() -> None:
@@ -222,7 +236,7 @@ def test_junit_says_how_many_are_not_listed() -> None:
     with report.check("source") as check:
         for _ in range(103):
             check.fail(Failure("differs"))
-    root = ElementTree.fromstring(report.junit())
+    root = ElementTree.fromstring(junit([report]))
     texts = [f.text for f in root.iter("failure")]
     assert len(texts) == 101
     assert texts[-1] == "and 3 more"

@@ -1,0 +1,297 @@
+"""Owns what ``ds4q verify`` is pointed at: artifacts, registry documents and folders of both.
+
+Finds them, and has each checked by the room that knows it: what an artifact's own pass has hashed
+is what its registry entry is held against. A receipt stands for its artifact, also where that is
+too large to be at hand. Knows no rule of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ds4q import api
+from ds4q.artifact.hfq import MAGIC, UNFINISHED_MAGIC
+from ds4q.artifact.receipt import SUFFIX, read_receipt
+from ds4q.artifact.report import Check, Failure, Report
+from ds4q.registry.entries import Entry, Registry
+from ds4q.registry.names import ARTIFACT_SUFFIXES
+from ds4q.registry.signing import check_signature, signature_path
+from ds4q.registry.store import digest_of
+from ds4q.registry.verify import check_document, check_sidecars, check_trunk
+
+REGISTRY_NAME = "registry.json"
+REGISTRY_KEYS = {"schema_version", "generated_at", "models"}
+MAX_DOCUMENT_BYTES = 64 << 20
+UNFINISHED = (".partial", ".part")
+Kind = Literal["artifact", "receipt", "document"]
+HEAD_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a command line names: each file once, in the order in which it was found.
+
+    ``receipts`` are those whose artifact is not beside them, ``empty`` folders without any target.
+    """
+
+    artifacts: tuple[Path, ...]
+    receipts: tuple[Path, ...]
+    documents: tuple[Path, ...]
+    empty: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, paths: Sequence[Path]) -> Targets:
+        """What stands at ``paths``; a folder is walked, without following links to folders.
+
+        Raises ``OSError`` where a folder cannot be read.
+        """
+        found: dict[Kind, dict[Path, None]] = {"artifact": {}, "receipt": {}, "document": {}}
+        empty = []
+        for path in paths:
+            if not path.is_dir():
+                named = _kind_by_name(path)
+                _add(found, named or ("document" if names_document(path) else "artifact"), path)
+                continue
+            here = [(kind, file) for file in _files(path) if (kind := _kind(file)) is not None]
+            for kind, file in here:
+                _add(found, kind, file)
+            if not here:
+                empty.append(path)
+        return cls(
+            tuple(found["artifact"]),
+            tuple(found["receipt"]),
+            tuple(found["document"]),
+            tuple(empty),
+        )
+
+
+def _add(found: dict[Kind, dict[Path, None]], kind: Kind, path: Path) -> None:
+    """A receipt beside its artifact is checked with it."""
+    if kind == "receipt" and os.path.lexists(artifact := path.with_suffix("")):
+        kind, path = "artifact", artifact
+    found[kind][path] = None
+
+
+def names_document(path: Path) -> bool:
+    """Whether a file that was named is a registry document rather than an artifact."""
+    return path.suffix == ".json" or _head(path).lstrip().startswith(b"{")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Files below ``folder`` but hidden ones, sorted."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for here, folders, files in os.walk(folder, onerror=stop):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(here, name) for name in sorted(files) if not name.startswith("."))
+
+
+def _head(path: Path) -> bytes:
+    """How a file begins; nothing where it cannot be read, which whoever opens it will say."""
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    with suppress(OSError), open(os.open(path, flags), "rb") as file:
+        return file.read(HEAD_BYTES) or b""
+    return b""
+
+
+def _kind_by_name(path: Path) -> Kind | None:
+    if path.name == REGISTRY_NAME or path.name.endswith("." + REGISTRY_NAME):
+        return "document"
+    if path.suffix in ARTIFACT_SUFFIXES:
+        return "artifact"
+    if path.suffix == SUFFIX and path.with_suffix("").suffix in ARTIFACT_SUFFIXES:
+        return "receipt"
+    return None
+
+
+def _kind(path: Path) -> Kind | None:
+    """By name, so that what lost its beginning counts; else by how it begins, or its keys."""
+    if (kind := _kind_by_name(path)) is not None:
+        return kind
+    if path.suffix in UNFINISHED:
+        return None
+    if path.suffix != ".json":
+        return "artifact" if _head(path).startswith((MAGIC, UNFINISHED_MAGIC)) else None
+    with suppress(OSError, ValueError, RecursionError):
+        if path.is_file() and path.stat().st_size <= MAX_DOCUMENT_BYTES:
+            found = json.loads(path.read_bytes())
+            if isinstance(found, dict) and found.keys() >= REGISTRY_KEYS:
+                return "document"
+    return None
+
+
+# ------------------------------------------------------------------ verifying
+
+
+@dataclass(slots=True)
+class _Document:
+    """A registry document, its report, and which of its entries have files beside it."""
+
+    path: Path
+    report: Report
+    registry: Registry | None = None
+    here: list[Entry] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, path: Path) -> _Document:
+        report = Report({"path": os.fspath(path), "name": path.name, "kind": "registry"})
+        found = cls(path, report)
+        with report.check("document") as check:
+            try:
+                found.registry = check_document(path, check)
+            except OSError as error:
+                check.fail(_unreadable(error, path))
+                return found
+            if found.registry is None:
+                return found
+            entries = found.registry.entries.values()
+            found.here = [entry for entry in entries if found.has_file_of(entry)]
+            check.figures["entries"] = len(found.registry.entries)
+            check.figures["with_files_here"] = len(found.here)
+            report.artifact["entries"] = len(found.registry.entries)
+        return found
+
+    def has_file_of(self, entry: Entry) -> bool:
+        names = [entry.file, *(sidecar.file for sidecar in entry.sidecars)]
+        return any(os.path.lexists(self.path.parent / name) for name in names)
+
+
+def verify_targets(
+    targets: Targets,
+    *,
+    require_receipt: bool,
+    public_key: Path | None,
+    device: api.Where,
+    threads: int,
+    progress: api.Progress,
+    tell: Callable[[str], None],
+) -> list[Report]:
+    """Check every target: artifacts first, then receipts without them, then registry documents.
+
+    A registry document is held to its schema, and each of its entries with a file in its folder to
+    that file. What cannot be read is a failure like any other.
+    """
+    documents = [_Document.open(path) for path in targets.documents]
+    registered = {
+        (document.path.parent / entry.file).resolve()
+        for document in documents
+        for entry in document.here
+    }
+    reports: list[Report] = []
+    known: dict[Path, api.Verification] = {}
+    for path in targets.artifacts:
+        try:
+            found = api.verify(
+                path,
+                require_receipt=require_receipt,
+                want_sha256=public_key is not None or path.resolve() in registered,
+                device=device,
+                threads=threads,
+                progress=progress,
+                tell=tell,
+            )
+        except OSError as error:
+            reports.append(_failed(path, "structure", _unreadable(error, path)))
+            continue
+        if public_key is not None:
+            hold_to_signature(found, public_key, signature_path(path), progress)
+        reports.append(found)
+        known[path.resolve()] = found
+    reports += [_verify_receipt(path) for path in targets.receipts]
+    for document in documents:
+        for entry in document.here:
+            with document.report.check(f"entry {entry.tag}") as check:
+                check_registered(entry, document.path.parent, check, known, progress)
+        reports.append(document.report)
+    nothing = Failure("the folder holds neither an artifact nor a receipt nor a registry document")
+    return reports + [_failed(path, "folder", nothing) for path in targets.empty]
+
+
+def hold_to_entry(report: api.Verification, entry: Entry, progress: api.Progress) -> None:
+    """Add check "registry": the artifact that was verified is the one that ``entry`` registers."""
+    path = Path(report.artifact["path"])
+    with report.check("registry") as check:
+        check_trunk(entry, path, lambda: _sha256(path, report, progress), check)
+        check_sidecars(entry, path.parent, check, trunk=path, check_adapter=api.check_adapter)
+
+
+def hold_to_signature(
+    report: api.Verification, public_key: Path, signature: Path, progress: api.Progress
+) -> None:
+    """Add check "signature": ``public_key`` has signed the artifact that was verified."""
+    path = Path(report.artifact["path"])
+    with report.check("signature") as check:
+        try:
+            sha256 = _sha256(path, report, progress)
+            check_signature(path, sha256, public_key, signature, check)
+        except OSError as error:
+            check.fail(_unreadable(error, path))
+
+
+def check_registered(
+    entry: Entry,
+    folder: Path,
+    check: Check,
+    known: Mapping[Path, api.Verification],
+    progress: api.Progress,
+) -> None:
+    """Hold the files of ``entry`` in ``folder`` to it; ``known`` holds what was verified before."""
+    path = folder / entry.file
+    try:
+        if os.path.lexists(path):
+            verified = known.get(path.resolve())
+            check_trunk(entry, path, lambda: _sha256(path, verified, progress), check)
+        else:
+            check.notes.append(f"{entry.file} is not here")
+        check_sidecars(entry, folder, check, check_adapter=api.check_adapter)
+    except OSError as error:
+        check.fail(_unreadable(error, path))
+
+
+def _sha256(path: Path, verified: api.Verification | None, progress: api.Progress) -> str:
+    """From the artifact's own checks; where they did not come to that, the file is read."""
+    if verified is not None and verified.sha256 is not None:
+        return verified.sha256
+    with progress("hash", path.stat().st_size) as advance:
+        return digest_of(path, advance=advance)
+
+
+def _verify_receipt(path: Path) -> Report:
+    report = Report({"path": os.fspath(path), "name": path.name, "kind": "receipt"})
+    with report.check("receipt") as check:
+        try:
+            receipt = read_receipt(path)
+        except OSError as error:
+            check.fail(_unreadable(error, path))
+        else:
+            check.figures["tensors"] = len(receipt.tensors)
+            check.notes.append("the artifact is not here: only its receipt was read")
+    return report
+
+
+def _unreadable(error: OSError, path: Path) -> Failure:
+    return Failure(f"{error.filename or path}: {error.strerror or error}")
+
+
+def _failed(path: Path, check_name: str, failure: Failure) -> Report:
+    report = Report({"path": os.fspath(path), "name": path.name})
+    with report.check(check_name) as check:
+        check.fail(failure)
+    return report
+
+
+def document_of(reports: Sequence[Report]) -> dict[str, Any]:
+    """The JSON document of several targets: each as ``ds4q verify FILE --json`` tells it."""
+    return {
+        "ok": all(report.ok for report in reports),
+        "targets": [report.document() for report in reports],
+    }

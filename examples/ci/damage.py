@@ -1,0 +1,358 @@
+"""Breaks a folder of artifacts in one way after another: a check that stays green proves nothing.
+
+    python examples/ci/damage.py GOOD OUT
+
+GOOD holds one artifact (.hfq), its receipt and a registry.json with an entry for it. For every
+way to break it, OUT/WAY becomes a copy of GOOD with that one fault, which `ds4q verify OUT/WAY`
+must refuse. Standard output is one JSON object: WAY -> the check that has to fail, and the tensor
+that it has to name, or null where the fault lies in no tensor. Ways that GOOD gives no ground for,
+such as decode tables that it does not have, are named on standard error and left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds4q.artifact.hfq import HEADER_BYTES, NAME_LENGTH, Reader, TensorEntry
+from ds4q.artifact.metadata import BLANK_DIGEST, canonical, front_digest, seal
+from ds4q.artifact.receipt import read_receipt, receipt_path
+from ds4q.artifact.types import HFP4G32, RAW, ROCMFP2
+from ds4q.artifact.writer import TensorSpec, layout
+
+Fault = tuple[str, str | None]
+"""The check that fails, and the tensor that it names."""
+
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n"
+
+
+class NoGroundError(Exception):
+    """The artifact has nothing that could be broken this way."""
+
+
+class Copy:
+    """A copy of the good folder, to be broken."""
+
+    def __init__(self, good: Path, folder: Path) -> None:
+        shutil.copytree(good, folder)
+        (self.artifact,) = sorted(folder.glob("*.hfq"))
+        self.receipt = receipt_path(self.artifact)
+        self.registry = folder / "registry.json"
+
+    def experts(self, type_id: int = HFP4G32.id) -> list[TensorEntry]:
+        """Matrices of routed experts of one type, at least two."""
+        with Reader(self.artifact) as reader:
+            entries = [e for e in reader.tensors.values() if e.type_id == type_id]
+        if len(entries) < 2:
+            raise NoGroundError(f"no two tensors of type {type_id}")
+        return entries
+
+    def write(self, at: int, data: bytes) -> None:
+        """Put ``data`` at byte ``at`` of the artifact."""
+        with self.artifact.open("r+b") as file:
+            file.seek(at)
+            file.write(data)
+
+    def read(self, at: int, count: int) -> bytes:
+        """``count`` bytes at ``at``."""
+        with self.artifact.open("rb") as file:
+            file.seek(at)
+            return file.read(count)
+
+    def flip(self, at: int, mask: int = 1) -> None:
+        """Change one byte of the artifact."""
+        self.write(at, bytes([self.read(at, 1)[0] ^ mask]))
+
+    def rebuild(
+        self, drop: Iterable[str] = (), change: Callable[[dict[str, Any]], None] = lambda _: None
+    ) -> None:
+        """Write the artifact anew without some tensors or with other metadata, digests and all."""
+        with Reader(self.artifact) as reader:
+            metadata = reader.metadata
+            arch_id = reader.arch_id
+            kept = [e for e in reader.tensors.values() if e.name not in drop]
+            payloads = [reader.read(e.name).tobytes() for e in kept]
+        change(metadata)
+        census = metadata["hipfire_recipe_census"]
+        if dropped := len(reader.tensors) - len(kept):
+            census[RAW.name] -= dropped
+            if not census[RAW.name]:
+                del census[RAW.name]
+        specs = [TensorSpec(e.name, e.type_id, e.shape) for e in kept]
+        metadata["ds4q"] |= {"index_xxh3": BLANK_DIGEST, "metadata_xxh3": BLANK_DIGEST}
+        planned = layout(specs, len(canonical(metadata)), arch_id=arch_id)
+        metadata["ds4q"]["index_xxh3"] = front_digest(planned.header, planned.index)
+        self.artifact.write_bytes(planned.front(seal(metadata)) + b"".join(payloads))
+
+    def edit_registry(self, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
+        """Change the registry: ``change`` gets the document and its first entry."""
+        document = json.loads(self.registry.read_text("utf-8"))
+        change(document, next(iter(document["models"].values())))
+        self.registry.write_text(json.dumps(document, indent=1), "utf-8")
+
+    def entry_check(self) -> str:
+        """The check that holds the registry's first entry to its file."""
+        document = json.loads(self.registry.read_text("utf-8"))
+        return f"entry {next(iter(document['models']))}"
+
+
+# ------------------------------------------------------------------ payload
+
+
+def nibble(copy: Copy) -> Fault:
+    """One FP4 code of an expert."""
+    entry = copy.experts()[0]
+    copy.flip(entry.offset + HFP4G32.row_header_bytes + 1, 0x01)
+    return "receipt", entry.name
+
+
+def scale_byte(copy: Copy) -> Fault:
+    """One block's exponent."""
+    entry = copy.experts()[0]
+    copy.flip(entry.offset + HFP4G32.row_header_bytes)
+    return "receipt", entry.name
+
+
+def nan_scale(copy: Copy) -> Fault:
+    """An exponent of 0xFF, which stands for NaN."""
+    entry = copy.experts()[0]
+    copy.write(entry.offset + HFP4G32.row_header_bytes, b"\xff")
+    return "payload", entry.name
+
+
+def row_header(copy: Copy) -> Fault:
+    """A reserved flag in the header of a row."""
+    entry = copy.experts()[0]
+    copy.flip(entry.offset + 6, 0x80)
+    return "payload", entry.name
+
+
+def swapped_experts(copy: Copy) -> Fault:
+    """Two experts' matrices in each other's place: every byte is one of the file's own."""
+    first, *others = copy.experts()
+    projection = first.name.rpartition(".experts.")[2].partition(".")[2]
+    other = next(e for e in others if e.name.endswith(f".{projection}") and e.shape == first.shape)
+    payloads = [copy.read(e.offset, e.nbytes) for e in (first, other)]
+    copy.write(first.offset, payloads[1])
+    copy.write(other.offset, payloads[0])
+    return "receipt", first.name
+
+
+# ------------------------------------------------------------------ the file
+
+
+def index_field(copy: Copy) -> Fault:
+    """One dim in the index."""
+    entry = copy.experts()[0]
+    with Reader(copy.artifact) as reader:
+        start = HEADER_BYTES + len(reader.metadata_raw)
+        name = entry.name.encode()
+        at = reader.index_raw.index(NAME_LENGTH.pack(len(name)) + name)
+    copy.flip(start + at + 2 + len(name) + 2)
+    return "structure", entry.name
+
+
+def metadata_byte(copy: Copy) -> Fault:
+    """One byte of the metadata."""
+    copy.flip(HEADER_BYTES + 3)
+    return "structure", None
+
+
+def magic(copy: Copy) -> Fault:
+    """The first byte: no longer an HFQ file, though it is called one."""
+    copy.flip(0)
+    return "structure", None
+
+
+def truncated(copy: Copy) -> Fault:
+    """The last byte is missing."""
+    with Reader(copy.artifact) as reader:
+        last = max(reader.tensors.values(), key=lambda e: e.offset).name
+        size = reader.file_bytes
+    with copy.artifact.open("r+b") as file:
+        file.truncate(size - 1)
+    return "structure", last
+
+
+def empty(copy: Copy) -> Fault:
+    """A download that never began."""
+    copy.artifact.write_bytes(b"")
+    return "structure", None
+
+
+def appended(copy: Copy) -> Fault:
+    """A byte too many."""
+    with copy.artifact.open("ab") as file:
+        file.write(b"\0")
+    return "structure", None
+
+
+def lfs_pointer(copy: Copy) -> Fault:
+    """A checkout without git-lfs."""
+    size = copy.artifact.stat().st_size
+    copy.artifact.write_text(LFS_POINTER.format("0" * 64, size), "ascii")
+    return "structure", None
+
+
+def missing_decode_table(copy: Copy) -> Fault:
+    """A mixed artifact without one of its tables, every digest made to agree."""
+    with Reader(copy.artifact) as reader:
+        tables = [e.name for e in reader.tensors.values() if e.type_id == RAW.id]
+    if not tables:
+        raise NoGroundError("no decode table")
+    copy.rebuild(drop=tables[:1])
+    return "structure", tables[0]
+
+
+def _variant(copy: Copy, word: str) -> str:
+    entry = copy.experts(ROCMFP2.id)[0]
+    copy.rebuild(change=lambda metadata: metadata["rocmfpx"].update(variant_107=word))
+    return entry.name
+
+
+def unknown_variant(copy: Copy) -> Fault:
+    """A reading of type 107 that nobody knows."""
+    return "structure", _variant(copy, "duel")
+
+
+def wrong_variant(copy: Copy) -> Fault:
+    """Another of the four readings of type 107: legal, so only a digest of the whole can tell."""
+    _variant(copy, "s40")
+    return "receipt", None
+
+
+# ------------------------------------------------------------------ receipt
+
+
+def wrong_receipt(copy: Copy) -> Fault:
+    """The receipt of an earlier build, in which one tensor was another."""
+    receipt = read_receipt(copy.receipt)
+    first = copy.experts()[0].name
+    records = tuple(
+        replace(r, xxh3=r.xxh3[::-1]) if r.name == first else r for r in receipt.tensors
+    )
+    earlier = replace(receipt, tensors=records, sha256=receipt.sha256[::-1])
+    copy.receipt.write_bytes(earlier.encode())
+    return "receipt", first
+
+
+def cut_receipt(copy: Copy) -> Fault:
+    """A receipt without its end."""
+    copy.receipt.write_bytes(copy.receipt.read_bytes()[:-9])
+    return "receipt", None
+
+
+def no_receipt(copy: Copy) -> Fault:
+    """No receipt; red with --require-receipt."""
+    copy.receipt.unlink()
+    return "receipt", None
+
+
+# ------------------------------------------------------------------ registry
+
+
+def stale_size(copy: Copy) -> Fault:
+    """The entry of a file that has been built anew since: another length."""
+    copy.edit_registry(lambda _, entry: entry.update(size_bytes=entry["size_bytes"] + 1))
+    return copy.entry_check(), None
+
+
+def stale_hash(copy: Copy) -> Fault:
+    """The same, of the same length."""
+    copy.edit_registry(lambda _, entry: entry.update(sha256=entry["sha256"][::-1]))
+    return copy.entry_check(), None
+
+
+def wrong_arch(copy: Copy) -> Fault:
+    """An entry of another architecture."""
+    copy.edit_registry(lambda _, entry: entry.update(arch_id=entry["arch_id"] + 1))
+    return copy.entry_check(), None
+
+
+def upper_case_digest(copy: Copy) -> Fault:
+    """A digest that is no digest to a strict reader."""
+    copy.edit_registry(lambda _, entry: entry.update(sha256="sha256:" + entry["sha256"].upper()))
+    return "document", None
+
+
+def unknown_key(copy: Copy) -> Fault:
+    """A slip of the pen."""
+    copy.edit_registry(lambda _, entry: entry.update(sha265="0" * 64))
+    return "document", None
+
+
+def unsafe_name(copy: Copy) -> Fault:
+    """A file name that leads out of the folder."""
+    copy.edit_registry(lambda _, entry: entry.update(file="../" + entry["file"]))
+    return "document", None
+
+
+def dangling_alias(copy: Copy) -> Fault:
+    """An alias of a tag that is not there."""
+    copy.edit_registry(lambda document, _: document["aliases"].update({"latest": "no-such-tag"}))
+    return "document", None
+
+
+def no_json(copy: Copy) -> Fault:
+    """What a server says in place of the registry."""
+    copy.registry.write_text("<html>404</html>", "utf-8")
+    return "document", None
+
+
+WAYS: dict[str, Callable[[Copy], Fault]] = {
+    way.__name__.replace("_", "-"): way
+    for way in (
+        nibble,
+        scale_byte,
+        nan_scale,
+        row_header,
+        swapped_experts,
+        index_field,
+        metadata_byte,
+        magic,
+        truncated,
+        empty,
+        appended,
+        lfs_pointer,
+        missing_decode_table,
+        unknown_variant,
+        wrong_variant,
+        wrong_receipt,
+        cut_receipt,
+        no_receipt,
+        stale_size,
+        stale_hash,
+        wrong_arch,
+        upper_case_digest,
+        unknown_key,
+        unsafe_name,
+        dangling_alias,
+        no_json,
+    )
+}
+
+
+def damage(good: Path, out: Path) -> dict[str, Fault]:
+    """Write a broken copy of ``good`` to ``out``/WAY for each way there is ground for."""
+    faults = {}
+    for name, way in WAYS.items():
+        copy = Copy(good, out / name)
+        try:
+            faults[name] = way(copy)
+        except NoGroundError as reason:
+            shutil.rmtree(out / name)
+            print(f"{name}: left out: {reason}", file=sys.stderr)
+    return faults
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python examples/ci/damage.py GOOD OUT")
+    found = damage(Path(sys.argv[1]), Path(sys.argv[2]))
+    told = {way: {"check": check, "tensor": tensor} for way, (check, tensor) in found.items()}
+    print(json.dumps(told, indent=1))
