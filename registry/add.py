@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.writer import fsync_folder
-from ds4q.registry.arch import ARCH_NAMES, quant_for
+from ds4q.registry.arch import ARCH_NAMES, MIXED, quant_for
 from ds4q.registry.entries import (
     SCHEMA_VERSION,
     Entry,
@@ -33,7 +34,7 @@ from ds4q.registry.rules import GB, SIDECAR_KINDS
 from ds4q.registry.schema import canonical, parse
 from ds4q.registry.sources import read_file, write_whole
 from ds4q.registry.store import digest_of
-from ds4q.registry.verify import check_draft, check_receipt
+from ds4q.registry.verify import CheckAdapter, check_draft, check_receipt
 
 COMPUTED = frozenset(
     {"arch_id", "file", "quant", "quant_recipe", "sha256", "size_bytes", "size_gb", "unverified"}
@@ -80,14 +81,20 @@ class Added:
     warnings: tuple[str, ...] = ()
 
 
-def check_wish(registry: Registry, file: str, wish: Wish) -> None:
-    """Refuse, before any work, a tag or a file name that could not be registered.
+def check_early(registry: Registry, file: str, tag: str, arch_id: int) -> None:
+    """Refuse, before an artifact is made, a tag or a file name that it could not be registered by.
 
     Raises
     ------
     UnsafeNameError : ``file`` is not a plain name
-    AddError : ``wish.tag`` is an alias, is published by others, or names another file
+    AddError : ``tag`` is taken, or no tag for a model of this architecture
     """
+    _check_names(registry, file, Wish(tag))
+    entry = {"repo": "", "file": file, "desc": "", "size_gb": 0, "min_vram_gb": 0}
+    _check_rules(registry, tag, entry | {"arch_id": arch_id, "quant": MIXED})
+
+
+def _check_names(registry: Registry, file: str, wish: Wish) -> None:
     plain_name(file, what="name of the artifact")
     tag = wish.tag
     if tag in registry.aliases:
@@ -98,11 +105,12 @@ def check_wish(registry: Registry, file: str, wish: Wish) -> None:
     earlier = registry.entries.get(tag)
     if earlier is None or wish.replace:
         return
+    again = f"ds4q registry add {shlex.join([file, '--tag', tag, '--force'])}"
     if earlier.repo:
         raise AddError(
             f"{tag!r} is what {earlier.repo} publishes",
             path=registry.origin,
-            remedy="choose another tag, or replace it here with --force",
+            remedy=f"choose another tag, or replace it here: {again}",
         )
     if earlier.sha256 is not None and earlier.file != file:
         raise AddError(
@@ -110,7 +118,7 @@ def check_wish(registry: Registry, file: str, wish: Wish) -> None:
             path=registry.origin,
             expected=earlier.file,
             found=file,
-            remedy="choose another tag, or replace it with --force",
+            remedy=f"choose another tag, or replace it: {again}",
         )
 
 
@@ -132,10 +140,9 @@ def add(
     file: Path,
     wish: Wish,
     *,
-    digests: Mapping[Path, str] | None = None,
     dry_run: bool = False,
-    check_adapter: Callable[[Path, Path], None] | None = None,
-    advance: Callable[[int], None] = lambda nbytes: None,
+    check_adapter: CheckAdapter | None = None,
+    sha256: Callable[[Path], str] = digest_of,
 ) -> Added:
     """Register ``file`` under ``wish.tag`` in the registry at ``local``.
 
@@ -145,10 +152,9 @@ def add(
     ----------
     registry : all that is known, what stands at ``local`` included
     local : the user's own registry; made where there is none
-    digests : SHA-256 (hex) of files that this process has just written, by path
     dry_run : write nothing
-    check_adapter : called with an adapter and the trunk; raises where they do not pair
-    advance : hears of bytes that were read
+    check_adapter : without it an adapter is taken to be the model's
+    sha256 : gives the digest (hex) of a file
 
     Raises
     ------
@@ -156,9 +162,9 @@ def add(
     ArtifactError, UnknownQuantError : the file is not sound, or nobody knows its quantization
     DocumentError : the registry at ``local`` cannot be read
     """
-    check_wish(registry, file.name, wish)
+    _check_names(registry, file.name, wish)
     earlier = registry.entries.get(wish.tag)
-    described = _describe(file, wish, earlier, digests or {}, check_adapter, advance)
+    described = _describe(file, wish, earlier, check_adapter, sha256)
     entry = described.entry
     _check_rules(registry, wish.tag, entry)
     if dry_run:
@@ -181,23 +187,18 @@ def _describe(
     file: Path,
     wish: Wish,
     earlier: Entry | None,
-    digests: Mapping[Path, str],
-    check_adapter: Callable[[Path, Path], None] | None,
-    advance: Callable[[int], None],
+    check_adapter: CheckAdapter | None,
+    sha256: Callable[[Path], str],
 ) -> _Described:
     """The entry of a file."""
-
-    def digest(path: Path) -> str:
-        return digests.get(path) or digest_of(path, advance=advance)
-
     with Reader(file) as reader:
         ours = own_metadata(reader)
-        sha256 = digest(file)
+        digest = sha256(file)
         reader.check_unchanged()
         entry: dict[str, Any] = {
             "repo": "",
             "file": file.name,
-            "sha256": sha256,
+            "sha256": digest,
             "size_bytes": reader.file_bytes,
             "size_gb": _rounded(reader.file_bytes / GB),
             "arch_id": reader.arch_id,
@@ -209,8 +210,8 @@ def _describe(
         beside = companions(file.name)
         receipt = file.with_name(next(n for n, kind in beside.items() if kind == "receipt"))
         if receipt.exists():
-            check_receipt(receipt, sha256, reader.file_bytes)
-            entry["receipt"] = _sidecar(receipt, digest_of(receipt))
+            check_receipt(receipt, digest, reader.file_bytes)
+            entry["receipt"] = _sidecar(receipt, sha256(receipt))
         else:
             described.warnings.append(f"{receipt} is not there: registered without a receipt")
         drafts = wish.drafts
@@ -226,11 +227,11 @@ def _describe(
                     expected=" or ".join(n for n, k in beside.items() if k != "receipt"),
                 )
             check_draft(draft, reader)
-            entry[kind] = _sidecar(draft, digest(draft))
+            entry[kind] = _sidecar(draft, sha256(draft))
         if wish.adapter is not None:
             if check_adapter is not None:
                 check_adapter(wish.adapter, file)
-            entry["adapter"] = _sidecar(wish.adapter, digest_of(wish.adapter))
+            entry["adapter"] = _sidecar(wish.adapter, sha256(wish.adapter))
         entry |= _said(entry, reader, wish, earlier)
     return described
 

@@ -12,6 +12,7 @@ import click
 
 from ds4q.artifact.errors import one_line
 from ds4q.cli import common
+from ds4q.cli.registry_own import Registration, added_document, print_added
 
 if TYPE_CHECKING:
     from ds4q.quantize.job import Summary
@@ -97,6 +98,12 @@ VARIANTS = ("dual", "affine", "s40", "sign")
     "--allow-partial", is_flag=True, help="Accept a folder that holds only a part of the model."
 )
 @click.option(
+    "--register",
+    "tag",
+    metavar="TAG",
+    help="Then register the artifact under this tag, as 'ds4q registry add' does.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Say what would be written, to the byte; write nothing."
 )
 @click.option("--resume", is_flag=True, help="Go on with an unfinished job of the same source.")
@@ -117,6 +124,7 @@ def command(
     exclude: tuple[str, ...],
     draft: Any,
     allow_partial: bool,
+    tag: str | None,
     dry_run: bool,
     resume: bool,
     force: bool,
@@ -135,6 +143,7 @@ def command(
     if resume and force:
         raise click.UsageError("--resume goes on with a job, --force starts over: give one of them")
     _check_wish(recipe, variant_107, target_bytes, target_bpw, per_projection)
+    registration = None if tag is None else Registration(tag, Path(out))
     from ds4q.artifact.readahead import prime
 
     prime(sorted(source.glob("*.safetensors"))[:PRIMED_SHARDS])
@@ -165,10 +174,18 @@ def command(
             progress=partial(common.progress, quiet=quiet),
             warn=common.warn,
         )
-    if as_json:
-        common.emit_json(summary.document())
-    else:
-        _print(summary, dry_run=dry_run, verbose=verbose)
+    added = None
+    try:
+        if registration is not None and not dry_run:
+            added = registration.finish(summary, quiet=quiet)
+    finally:  # what was written is told, whatever becomes of its tag
+        if as_json:
+            told = {} if added is None else {"registered": added_document(added)}
+            common.emit_json(summary.document() | told)
+        else:
+            _print(summary, dry_run=dry_run, verbose=verbose)
+    if added is not None and not as_json:
+        print_added(added)
 
 
 def _check_wish(

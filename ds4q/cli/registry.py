@@ -18,8 +18,10 @@ from ds4q.cli import common, registry_own
 from ds4q.cli.registry_shared import load, models_option, open_store, registry_option
 
 if TYPE_CHECKING:
+    from ds4q.registry.card import Sources
     from ds4q.registry.entries import Entry, Registry, Sidecar
     from ds4q.registry.installed import Held, Model, Stray
+    from ds4q.registry.store import Store
 
 
 @click.group("registry")
@@ -37,7 +39,7 @@ def command() -> None:
     """
 
 
-for _each in (registry_own.add, registry_own.verify, registry_own.rm, registry_own.card):
+for _each in (registry_own.add, registry_own.verify, registry_own.rm):
     command.add_command(_each)
 
 
@@ -142,6 +144,85 @@ def status(
     for key, value in document.items():
         if key != "warnings":  # told on stderr
             click.echo(f"{key}: {one_line(_words(value))}")
+
+
+@command.command("card")
+@click.argument("name", metavar="TAG")
+@click.option(
+    "--verify",
+    "report",
+    type=click.Path(path_type=Path),
+    metavar="FILE.json",
+    help="A report of 'ds4q verify --json' of this artifact.",
+)
+@click.option("--device", metavar="NAME", help="The device on which its gates ran.")
+@click.option("--date", metavar="YYYY-MM-DD", help="The day on which they ran.")
+@registry_option
+@models_option
+@common.json_option
+@common.talk_options
+def card(
+    name: str,
+    report: Path | None,
+    device: str | None,
+    date: str | None,
+    origin: str | None,
+    folder: Path | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Print the model card of TAG: what entry, receipt, header and verify report say.
+
+    \b
+    Example: ds4q verify flash.fp4 --source SRC --registry flash:fp4 --json > v.json
+             ds4q registry card flash:fp4 --verify v.json > README.md
+
+    Receipt and header are read where they are in the models folder. A field that none of these says
+    reads "not measured by this project"; figures of gates need --device and --date, too.
+    """
+    from ds4q.registry.card import render
+
+    if (device is None) != (date is None) or (device is not None and report is None):
+        raise click.UsageError("--device and --date belong together, and to --verify")
+    registry, store = load(origin), open_store(folder)
+    sources = _card_sources(registry, store, registry.resolve(name), report, (device, date))
+    text = render(sources)
+    if as_json:
+        common.emit_json({"tag": sources.entry.tag, "card": text})
+    else:
+        click.echo(text, nl=False)
+
+
+def _card_sources(
+    registry: Registry,
+    store: Store,
+    entry: Entry,
+    report: Path | None,
+    where: tuple[str | None, str | None],
+) -> Sources:
+    from ds4q.artifact.hfq import Reader
+    from ds4q.artifact.receipt import read_receipt, receipt_path
+    from ds4q.registry.card import Header, Sources, read_measured
+    from ds4q.registry.installed import held, model_of
+    from ds4q.registry.verify import check_receipt
+
+    trunk = store.path(entry.file)
+    receipt = header = measured = None
+    if receipt_path(trunk).exists():
+        check_receipt(receipt_path(trunk), entry.sha256, entry.size_bytes)
+        receipt = read_receipt(receipt_path(trunk))
+    state = held(store, "trunk", entry).state
+    if state in ("verified", "not hashed"):
+        with Reader(trunk) as reader:
+            header = Header.of(reader)
+    elif state not in ("absent", "partial"):
+        common.warn(f"{trunk}: {state}: nothing is taken from it; see 'ds4q registry verify'")
+    if report is not None:
+        device, date = where
+        raw = report.read_bytes()
+        measured = read_measured(raw, entry, str(report), device=device, date=date)
+    return Sources(entry, model_of(registry, store, entry).aliases, receipt, header, measured)
 
 
 # ---------------------------------------------------------------- fetching
@@ -262,10 +343,9 @@ def gen(
     """
     from ds4q.registry.errors import GenerateError
     from ds4q.registry.generate import generate
-    from ds4q.registry.hub import list_repo
 
     try:
-        made = generate(folder, check=check, refresh=list_repo if refresh else None)
+        made = generate(folder, check=check, refresh=refresh)
     except GenerateError as error:
         for problem in error.problems:
             common.say(one_line(problem))

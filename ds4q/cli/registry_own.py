@@ -1,7 +1,8 @@
-"""Owns what changes or judges entries and files: ``registry add``, ``verify``, ``rm``, ``card``."""
+"""Owns what changes or judges entries and files: ``registry add``, ``verify`` and ``rm``."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ds4q.artifact.report import Report
+    from ds4q.quantize.job import Summary
     from ds4q.registry.add import Added, Wish
-    from ds4q.registry.card import Sources
     from ds4q.registry.entries import Entry, Registry
     from ds4q.registry.remove import Removal
     from ds4q.registry.store import Store
@@ -81,16 +82,10 @@ def add(
         adapter,
         replace=force,
     )
-    added = register(registry, local, file, wish, dry_run=dry_run, quiet=quiet)
     store = open_store(folder)
-    here = store.path(file.name)
-    if here.exists() and here.samefile(file):
-        if not dry_run:
-            store.note_verified(file.name, added.entry["sha256"])
-    else:
-        common.warn(f"{file} is not in {store.folder}: list, verify and rm look for it there")
+    added = _register(registry, local, file, wish, store, dry_run=dry_run, quiet=quiet)
     if as_json:
-        common.emit_json(_added_document(added))
+        common.emit_json(added_document(added))
     else:
         print_added(added)
 
@@ -108,37 +103,88 @@ def _own_registry(origin: str | None) -> tuple[Registry, Path]:
     return (load(origin) if path.exists() else Registry({}, {}, "", origin)), path
 
 
-def register(
+def _register(
     registry: Registry,
     local: Path,
     file: Path,
     wish: Wish,
+    store: Store,
     *,
-    digests: Mapping[Path, str] | None = None,
+    known: Mapping[Path, str] | None = None,
     dry_run: bool = False,
     quiet: bool = False,
 ) -> Added:
-    """``registry.add.add`` with a progress bar; its warnings are told."""
+    """``registry.add`` with a progress bar and its warnings; ``known`` are digests by path."""
     from ds4q.api import check_adapter
     from ds4q.registry.add import add as add_entry
+    from ds4q.registry.store import digest_of
 
+    here = store.folder == file.parent.resolve()
     with common.progress("hash", file.stat().st_size, quiet=quiet) as advance:
+
+        def sha256(path: Path) -> str:
+            if known is not None and path in known:
+                return known[path]
+            if here and path.parent == file.parent:
+                return store.digest(path.name, advance=advance)
+            return digest_of(path, advance=advance)
+
         added = add_entry(
             registry,
             local,
             file,
             wish,
-            digests=digests,
             dry_run=dry_run,
             check_adapter=check_adapter,
-            advance=advance,
+            sha256=sha256,
         )
     for warning in added.warnings:
         common.warn(warning)
+    if not here:
+        common.warn(f"{file} is not in {store.folder}: list, verify and rm look for it there")
     return added
 
 
-def _added_document(added: Added) -> dict[str, Any]:
+class Registration:
+    """What ``ds4q quantize --register TAG`` does once the artifact is there.
+
+    Made before any work: a tag that could not be registered is refused then.
+    """
+
+    def __init__(self, tag: str, out: Path) -> None:
+        from ds4q.artifact.hfq import ARCH_DEEPSEEK4
+        from ds4q.registry.add import check_early
+
+        self._registry, self._local = _own_registry(None)
+        self._tag, self._out = tag, out
+        check_early(self._registry, out.name, tag, ARCH_DEEPSEEK4)
+
+    def finish(self, summary: Summary, *, quiet: bool) -> Added:
+        """Register what the job wrote; what it has just hashed is not hashed again."""
+        from ds4q.registry.add import Wish
+
+        paths = [output.path for output in summary.plan.outputs]
+        digests = [receipt.sha256 for receipt in summary.receipts]
+        known = {} if summary.already_done else dict(zip(paths, digests, strict=True))
+        wish = Wish(self._tag, drafts=paths[1:])
+        try:
+            return _register(
+                self._registry,
+                self._local,
+                self._out,
+                wish,
+                open_store(None),
+                known=known,
+                quiet=quiet,
+            )
+        except Exception:
+            words = shlex.join([str(self._out), "--tag", self._tag])
+            common.say(f"the artifact is written; register it with: ds4q registry add {words}")
+            raise
+
+
+def added_document(added: Added) -> dict[str, Any]:
+    """What was registered, as JSON."""
     return {
         "tag": added.tag,
         "registry": str(added.path),
@@ -363,85 +409,3 @@ def _print_removal(removal: Removal, store: Store, own: Sequence[str], dry_run: 
         click.echo(f"{'would forget' if dry_run else 'forget'} {tag}, your own entry")
     if not removal.files and not own:
         click.echo(one_line(f"nothing to remove in {store.folder}"))
-
-
-# ---------------------------------------------------------------- card
-
-
-@click.command("card")
-@click.argument("name", metavar="TAG")
-@click.option(
-    "--verify",
-    "report",
-    type=click.Path(path_type=Path),
-    metavar="FILE.json",
-    help="A report of 'ds4q verify --json' of this artifact.",
-)
-@click.option("--device", metavar="NAME", help="The device on which its gates ran.")
-@click.option("--date", metavar="YYYY-MM-DD", help="The day on which they ran.")
-@registry_option
-@models_option
-@common.json_option
-@common.talk_options
-def card(
-    name: str,
-    report: Path | None,
-    device: str | None,
-    date: str | None,
-    origin: str | None,
-    folder: Path | None,
-    as_json: bool,
-    quiet: bool,
-    verbose: bool,
-) -> None:
-    """Print the model card of TAG: what entry, receipt, header and verify report say.
-
-    \b
-    Example: ds4q verify flash.fp4 --source SRC --registry flash:fp4 --json > v.json
-             ds4q registry card flash:fp4 --verify v.json > README.md
-
-    Receipt and header are read where they are in the models folder. A field that none of these says
-    reads "not measured by this project"; figures of gates need --device and --date, too.
-    """
-    from ds4q.registry.card import render
-
-    if (device is None) != (date is None) or (device is not None and report is None):
-        raise click.UsageError("--device and --date belong together, and to --verify")
-    registry, store = load(origin), open_store(folder)
-    sources = _card_sources(registry, store, registry.resolve(name), report, (device, date))
-    text = render(sources)
-    if as_json:
-        common.emit_json({"tag": sources.entry.tag, "card": text})
-    else:
-        click.echo(text, nl=False)
-
-
-def _card_sources(
-    registry: Registry,
-    store: Store,
-    entry: Entry,
-    report: Path | None,
-    where: tuple[str | None, str | None],
-) -> Sources:
-    from ds4q.artifact.hfq import Reader
-    from ds4q.artifact.receipt import read_receipt, receipt_path
-    from ds4q.registry.card import Header, Sources, read_measured
-    from ds4q.registry.installed import held, model_of
-    from ds4q.registry.verify import check_receipt
-
-    trunk = store.path(entry.file)
-    receipt = header = measured = None
-    if receipt_path(trunk).exists():
-        check_receipt(receipt_path(trunk), entry.sha256, entry.size_bytes)
-        receipt = read_receipt(receipt_path(trunk))
-    state = held(store, "trunk", entry).state
-    if state in ("verified", "not hashed"):
-        with Reader(trunk) as reader:
-            header = Header.of(reader)
-    elif state not in ("absent", "partial"):
-        common.warn(f"{trunk}: {state}: nothing is taken from it; see 'ds4q registry verify'")
-    if report is not None:
-        device, date = where
-        raw = report.read_bytes()
-        measured = read_measured(raw, entry, str(report), device=device, date=date)
-    return Sources(entry, model_of(registry, store, entry).aliases, receipt, header, measured)
