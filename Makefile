@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
-.PHONY: help setup links demo test test-slow test-gpu objects lint type check bench bench-gpu goldens docs clean
+.PHONY: help setup links demo test test-slow test-gpu objects registry lint type check bench bench-gpu goldens docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -54,6 +54,9 @@ test-gpu: setup ## the tests that need a GPU
 objects: setup ## compile every kernel for five AMD GPUs, and check registers, scratch and LDS
 	$(RUN) ds4q.hipkern.objects
 
+registry: setup ## the registry document is what the files beside it say; needs no network
+	$(RUN) ds4q registry gen --check
+
 lint: setup ## style and formatting
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
@@ -61,7 +64,7 @@ lint: setup ## style and formatting
 type: setup ## types
 	$(RUN) mypy
 
-check: lint type test ## what has to pass before a change goes in
+check: lint type registry test ## what has to pass before a change goes in
 
 bench: setup ## the benchmarks; results go to benchmarks/results
 	$(RUN) benchmarks.repack

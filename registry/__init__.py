@@ -1,1 +1,1 @@
-"""Owns identity and distribution: which artifacts exist, where, under which tag. Opens no tensor."""
+"""Owns identity and distribution: which artifacts exist, where, under which tag. No tensors."""

@@ -328,7 +328,7 @@ def _laid_over(base: Registry, local: Registry) -> Registry:
     warnings = [*base.warnings, *local.warnings]
     for alias in sorted(aliases.keys() & entries.keys()):
         tag = aliases.pop(alias)
-        warnings.append(f"{local.origin}: {alias!r} is a tag there, so it is no alias of {tag!r}")
+        warnings.append(f"{local.origin}: {alias!r} is a tag, so it is no alias of {tag!r}")
     return replace(
         base,
         entries=dict(sorted(entries.items())),

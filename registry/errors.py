@@ -69,7 +69,8 @@ class GenerateError(RegistryError):
     def of(cls, problems: Iterable[object], path: object) -> Self:
         """One error of many problems."""
         lines = tuple(str(problem) for problem in problems)
-        error = cls("; ".join(lines), path=path)
+        more = f"; and {len(lines) - 1} more" if len(lines) > 1 else ""
+        error = cls(lines[0] + more, path=path)
         error.problems = lines
         return error
 

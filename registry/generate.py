@@ -8,34 +8,33 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds4q.artifact.errors import Ds4qError
 from ds4q.registry.arch import arch_id_for, quant_for
 from ds4q.registry.entries import SCHEMA_VERSION, check_document
 from ds4q.registry.errors import GenerateError, RegistryError
+from ds4q.registry.hub import look_up
 from ds4q.registry.rules import SIDECAR_KINDS
 from ds4q.registry.schema import Kind, Problem, canonical, parse, schema_problems, shown
 from ds4q.registry.sources import read_file, write_whole
 
 CURATED, LISTING, DOCUMENT = "models.json", "listing.json", "registry.json"
 
-ListRepo = Callable[[str, str | None], tuple[str, dict[str, tuple[int, str | None]]]]
-"""(repo, revision) -> its commit, and of every file the size in bytes and its digest, if any."""
-
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What ``generate`` did: whether files differ from what they should be or were, line by line."""
+    """What ``generate`` did: whether files differ from what they should be, and in which lines."""
 
     changed: bool
     diff: tuple[str, ...]
 
 
 def generate(
-    folder: Path | None = None, *, check: bool = False, refresh: ListRepo | None = None
+    folder: Path | None = None, *, check: bool = False, refresh: bool = False
 ) -> Generated:
     """Make ``registry.json`` from ``models.json`` and ``listing.json`` in ``folder``.
 
@@ -43,7 +42,7 @@ def generate(
     ----------
     folder : the one of this package if None
     check : write nothing, only compare
-    refresh : asks the hub for every repo of the curated file first
+    refresh : ask the hub for every repo of the curated file first
 
     Raises
     ------
@@ -52,12 +51,11 @@ def generate(
     """
     folder = folder or Path(__file__).parent
     curated = _read(folder / CURATED, "curated")
-    if refresh is None:
-        listing = _read(folder / LISTING, "listing")
-        texts = {}
-    else:
-        listing = _listed(curated, _read(folder / LISTING, "listing"), refresh)
-        texts = {LISTING: canonical(listing)}
+    listing = _read(folder / LISTING, "listing")
+    texts = {}
+    if refresh:
+        listing = _listed(curated, listing)
+        texts[LISTING] = canonical(listing)
     texts[DOCUMENT] = canonical(document_of(curated, listing))
     diff: list[str] = []
     for name, text in texts.items():
@@ -163,9 +161,7 @@ def _changed(before: Any, after: Any, where: tuple[str, ...]) -> Iterator[Proble
         yield Problem(where, what, shown(after), shown(before))
 
 
-def _listed(
-    curated: Mapping[str, Any], before: Mapping[str, Any], list_repo: ListRepo
-) -> dict[str, Any]:
+def _listed(curated: Mapping[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """The listing anew: of every repo the files that entries name; same time if nothing changed."""
     wanted: dict[str, set[str]] = {}
     revisions: dict[str, str | None] = {}
@@ -182,18 +178,18 @@ def _listed(
     repos = {}
     for repo in sorted(wanted):
         try:
-            commit, held = list_repo(repo, revisions[repo])
-        except RegistryError as error:
+            held = look_up(repo, revisions[repo])
+        except Ds4qError as error:
             problems.append(Problem(("repos", repo), str(error)))
             continue
-        files = {
-            name: {"size_bytes": held[name][0], "sha256": held[name][1]}
-            for name in sorted(wanted[repo] & held.keys())
+        listed = {
+            name: {"size_bytes": held.files[name].size_bytes, "sha256": held.files[name].sha256}
+            for name in sorted(wanted[repo] & held.files.keys())
         }
-        repos[repo] = {"commit": commit, "files": files}
+        repos[repo] = {"commit": held.commit, "files": listed}
     if problems:
         raise GenerateError.of(problems, LISTING)
     if repos == before["repos"]:
-        return dict(before)
+        return before
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"schema_version": SCHEMA_VERSION, "listed_at": now, "repos": repos}

@@ -111,9 +111,8 @@ def _sidecar_rules(tag: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _budget_rules(where: tuple[str, ...], entry: Mapping[str, Any]) -> Iterator[Problem]:
     profiles = entry.get("sampling_profiles", {})
-    settings = {("sampling_profiles", name): said for name, said in profiles.items()}
-    settings[("recommended_settings",)] = entry.get("recommended_settings", {})
-    for at, said in settings.items():
+    settings = [(("sampling_profiles", name), said) for name, said in profiles.items()]
+    for at, said in [*settings, (("recommended_settings",), entry.get("recommended_settings", {}))]:
         if "thinking_budget" in said:
             what = "a thinking budget means nothing to a model with reasoning efforts"
             yield Problem((*where, *at, "thinking_budget"), what, fatal=False)

@@ -41,7 +41,7 @@ class Problem:
     @property
     def key(self) -> str:
         """``where`` for people; tags hold dots, so the parts are joined by ``: ``."""
-        return ": ".join(self.where[1:] if self.where[:1] == ("models",) else self.where)
+        return ": ".join(self.where).removeprefix("models: ")
 
     def __str__(self) -> str:
         parts = [f"expected {self.expected}"] if self.expected else []

@@ -96,10 +96,13 @@ def download(url: str) -> bytes:
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(f"not there after {TIMEOUT_S} s")
             promised = answer.length  # what Content-Length still promises; None without one
+    except urllib.error.HTTPError as error:
+        with error:  # it holds the connection
+            raise SourceError(
+                path=url, found=f"{error.code} {error.reason}", remedy=remedy
+            ) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         why = getattr(error, "reason", None) or str(error) or type(error).__name__
-        if isinstance(error, urllib.error.HTTPError):
-            why = f"{error.code} {error.reason}"
         raise SourceError(path=url, found=why, remedy=remedy) from None
     if promised and len(raw) <= MAX_DOCUMENT_BYTES:
         found = f"{len(raw)} of {len(raw) + promised} bytes"

@@ -1,0 +1,61 @@
+"""A name means a file directly inside a folder, or is refused before anything is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds4q.registry.errors import UnsafeNameError
+from ds4q.registry.names import ARTIFACT_SUFFIXES, MAX_NAME_BYTES, plain_name
+from tests.checks import check_refused
+
+UNSAFE = {
+    "": "is empty",
+    "../x.hfq": "begins with a dot",
+    "x/../../y": "holds '..'",
+    "a..b": "holds '..'",
+    ".hidden": "begins with a dot",
+    "..": "begins with a dot",
+    "/abs": "holds a separator",
+    "sub/x.hfq": "holds a separator",
+    "c:\\x": "holds a separator",
+    "a\0b": "does not print",
+    "a\nb": "does not print",
+    "a\ud800": "does not print",
+    "\u202egnp.hfq": "does not print",
+    "é" * 128: f"longer than {MAX_NAME_BYTES} bytes",
+}
+
+
+@pytest.mark.parametrize(("name", "says"), UNSAFE.items())
+def test_a_name_that_could_leave_its_folder_is_refused(name: str, says: str) -> None:
+    check_refused(
+        UnsafeNameError,
+        lambda: plain_name(name, what="file of x:fp4", path="registry.json"),
+        path="registry.json",
+        says=["unsafe name", "file of x:fp4", says],
+    )
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash-0731.fp4", "a b.hfq", "é" * 127, "-x", "x~"])
+def test_a_plain_name_is_given_back(name: str) -> None:
+    assert plain_name(name, what="file") == name
+
+
+@given(st.text(max_size=300))
+def test_what_passes_stays_inside(name: str) -> None:
+    folder = Path("/models")
+    try:
+        joined = folder / plain_name(name, what="file")
+    except UnsafeNameError:
+        return
+    assert joined.parent == folder
+    assert joined.resolve() == folder.resolve() / name
+
+
+def test_every_suffix_of_ours_is_known() -> None:
+    assert {".fp4", ".fp4q8", ".fp4p", ".fp4mix", ".mq2r", ".mq2rxt", ".hfq"} <= ARTIFACT_SUFFIXES
+    assert all(suffix == suffix.lower() and suffix[0] == "." for suffix in ARTIFACT_SUFFIXES)
