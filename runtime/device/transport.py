@@ -1,14 +1,13 @@
 """Owns how experts get from the artifact into slots on a device: reads, staging, copies.
 
-Each thread reads into pinned memory of its own, queues the copy and waits for it, while other
-threads read and copy theirs. So a buffer is not written before its copy has been made, and a slot
-is not told complete before its bytes are there.
+Each thread reads into pinned memory of its own, queues the copy, compares digests meanwhile and
+waits for both, while other threads read and copy theirs. So a buffer is not written before its copy
+has been made, and a slot is not told complete before its bytes are there and are the right ones.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
 from ds4q.hipkern.driver import Device
@@ -17,6 +16,7 @@ from ds4q.runtime.device.pools import ExpertPools
 from ds4q.runtime.experts.catalogue import Catalogue, Key
 from ds4q.runtime.experts.fillqueue import FillQueue
 from ds4q.runtime.experts.reading import Done, ExpertReader, Fill
+from ds4q.runtime.experts.transform import Parts
 
 
 class DeviceTransport:
@@ -60,7 +60,7 @@ class DeviceTransport:
         self._queue.hurry(keys)
 
     def counters(self) -> dict[str, int]:
-        """Those of the reader, and copies with their bytes and the time that they took."""
+        """Those of the reader, and copies with their bytes and their time on the device."""
         with self._lock:
             return self._reader.counters() | self._counts
 
@@ -99,29 +99,42 @@ class _Lane:
         self._device = device
         self._stream = stream
         self._staging = device.pinned(reader.staging_bytes)
-        self._event: Event | None = None
+        self._began: Event | None = None
+        self._ended: Event | None = None
 
     def fill(self, fill: Fill) -> None:
         """Read an expert, check it, and have it in its slot."""
         record = self._catalogue[fill.key]
-        parts = self._reader.stage(record, self._staging.array)
-        began = time.perf_counter()
-        self._device.enter()
-        for address, part in zip(
-            self._pools.addresses(fill.key.layer, fill.slot), parts, strict=True
-        ):
-            self._stream.upload(address, part)
-        self._event = self._stream.record(self._event)
-        self._await_copy()
-        self._transport.count_copy(record.nbytes, time.perf_counter() - began)
 
-    def _await_copy(self) -> None:
-        """The staging is read, and the slot incomplete, until the copy has been made."""
-        if self._event is not None:
-            self._event.synchronize()
+        def copy(parts: Parts) -> None:
+            self._device.enter()
+            self._began = self._stream.record(self._began)
+            addresses = self._pools.addresses(fill.key.layer, fill.slot)
+            try:
+                for address, part in zip(addresses, parts, strict=True):
+                    self._stream.upload(address, part)
+            finally:  # what was queued reads the staging, also where the rest could not be
+                self._ended = self._stream.record(self._ended)
+
+        try:
+            self._reader.stage(record, self._staging.array, copy)
+        finally:
+            took = self._await_copy()
+        self._transport.count_copy(record.nbytes, took)
+
+    def _await_copy(self) -> float:
+        """The staging is read, and the slot incomplete, until the copy has been made.
+
+        Returns the seconds that the device took for it.
+        """
+        if self._began is None or self._ended is None:
+            return 0.0
+        self._ended.synchronize()
+        return self._began.elapsed_ms(self._ended) / 1e3
 
     def free(self) -> None:
         """Give everything back; no fill may be under way."""
-        if self._event is not None:
-            self._event.free()
+        for event in (self._began, self._ended):
+            if event is not None:
+                event.free()
         self._staging.free()

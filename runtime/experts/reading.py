@@ -222,12 +222,15 @@ class ExpertReader:
                 self._bounces.put(bounce)
         self._finish(record, parts, started)
 
-    def stage(self, record: Record, staging: U8) -> Parts:
+    def stage(
+        self, record: Record, staging: U8, begin: Callable[[Parts], None] | None = None
+    ) -> Parts:
         """Read an expert into ``staging``, wherever alignment puts it, and check it.
 
         Parameters
         ----------
         staging : (at least ``staging_bytes``,) u8, contiguous
+        begin : called with what was read, before it is checked: what it begins may go on meanwhile
 
         Returns
         -------
@@ -243,6 +246,8 @@ class ExpertReader:
             self._read_buffered(record, parts)
         else:
             parts = self._read_direct(record, staging)
+        if begin is not None:
+            begin(parts)
         self._finish(record, parts, started)
         return parts
 

@@ -58,10 +58,10 @@ def test_a_read_error_in_mid_run_is_one_error_and_the_run_can_go_on(
 ) -> None:
     before, stage, broken = sim.live(), ExpertReader.stage, [False]
 
-    def failing(self: ExpertReader, record: Any, staging: Any) -> Any:
+    def failing(self: ExpertReader, *asked: Any) -> Any:
         if broken[0]:
             raise OSError(5, "Input/output error")
-        return stage(self, record, staging)
+        return stage(self, *asked)
 
     monkeypatch.setattr(ExpertReader, "stage", failing)
     with HipEngine.load(micro_path, max_context=64, batch_tokens=8, cache=THRASH) as engine:
@@ -166,7 +166,7 @@ def stale_pointers(patch: pytest.MonkeyPatch) -> None:
 
 def staging_reused_early(patch: pytest.MonkeyPatch) -> None:
     """The next expert is read where the copy of this one still reads; then all wait."""
-    patch.setattr(transport._Lane, "_await_copy", lambda self: None)
+    patch.setattr(transport._Lane, "_await_copy", lambda self: 0.0)
     acquire = Pager.acquire
 
     def acquired(self: Pager, *rest: Any) -> Lease:
@@ -178,7 +178,7 @@ def staging_reused_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def resident_before_the_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transport._Lane, "_await_copy", lambda self: None)
+    patch.setattr(transport._Lane, "_await_copy", lambda self: 0.0)
     patch.setattr(expert_cache, "THREADS", 1)  # so that no other read comes in between
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from ds4q.artifact.hfq import Reader
 from ds4q.hipkern.driver import Device
@@ -15,8 +16,9 @@ from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.device.pools import ExpertPools
 from ds4q.runtime.device.transport import DeviceTransport
 from ds4q.runtime.engine import checked_config
-from ds4q.runtime.errors import TransportClosedError
+from ds4q.runtime.errors import ExpertDigestError, TransportClosedError
 from ds4q.runtime.experts.catalogue import Catalogue, Key
+from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose
 from ds4q.runtime.source import Tensors
 from tests.runtime.device.micro import CONFIG
@@ -28,11 +30,15 @@ SLOTS = 3
 class Rig:
     """A transport of the micro model's experts, with what it fills."""
 
-    def __init__(self, path: Path, device: Device) -> None:
+    def __init__(self, path: Path, device: Device, wrong: str | None = None) -> None:
+        """Of the tensor ``wrong``, if there is to be one, the receipt tells another digest."""
         self.device, self.path = device, path
         with Reader(path) as reader:
             self.catalogue = Catalogue(checked_config(reader), Tensors(reader), path=path)
-            files = ExpertReader(reader, self.catalogue)
+            told = {n: xxhash.xxh3_128(reader.read(n).data).digest() for n in reader.tensors}
+            told |= {} if wrong is None else {wrong: bytes(16)}
+            digests = Digests(lambda: told, path, [])
+            files = ExpertReader(reader, self.catalogue, digests=digests)
         self.pools = ExpertPools(self.catalogue.geometry)
         self.pools.size([SLOTS] * LAYERS)
         for layout in self.pools.layouts:
@@ -122,3 +128,26 @@ def test_a_closed_transport_takes_nothing(rig: Rig) -> None:
     rig.transport.close()
     with pytest.raises(TransportClosedError):
         rig.transport.start(fills_of(5), lambda fill, error: None)
+
+
+def test_an_expert_that_is_not_the_receipts_is_refused_and_the_others_come(
+    sim: Control, micro_path: Path
+) -> None:
+    before = sim.live()
+    with Device.open() as device:
+        rig = Rig(micro_path, device, "layers.0.ffn.experts.1.w3.weight")
+        sim.set(delay_us=2000)  # the copy is under way when the digest turns out to differ
+        fills = [Fill(Key(0, expert), expert, Purpose.DEMAND) for expert in range(SLOTS)]
+        found = rig.fill(fills)
+        sim.set(delay_us=0)
+        assert [type(found[fill]) for fill in fills] == [
+            type(None), ExpertDigestError, type(None)
+        ]  # fmt: skip
+        assert "layers.0.ffn.experts.1.w3" in str(found[fills[1]])
+        assert rig.holds(fills[0])
+        assert rig.holds(fills[2])
+        counts = rig.transport.counters()
+        assert (counts["copies"], counts["reads"], counts["reads_checked"]) == (2, 3, 2)
+        assert counts["copy_us"] > 0
+        rig.transport.close()
+    assert sim.live() == before
