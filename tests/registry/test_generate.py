@@ -36,8 +36,12 @@ def curated(**changes: Any) -> dict[str, Any]:
     return {"schema_version": 1, "models": {FLASH: entry}, "aliases": {"ds4": FLASH}}
 
 
-def listing(commit: str | None = None, **files: tuple[int | None, str | None]) -> dict[str, Any]:
-    held = {"flash-0731.mq2r": (10**9, SHA_A), "flash-0731-dspark.mq2r": (5, SHA_B)} | files
+Files = dict[str, tuple[int | None, str | None]]
+
+
+def listing(commit: str | None = None, files: Files | None = None) -> dict[str, Any]:
+    held: Files = {"flash-0731.mq2r": (10**9, SHA_A), "flash-0731-dspark.mq2r": (5, SHA_B)}
+    held |= files or {}
     return {
         "schema_version": 1,
         "listed_at": TIME,
@@ -287,7 +291,7 @@ def test_all_problems_are_told_at_once() -> None:
     assert "deepseek-v4-flash-lite: repo: repo is not in the listing" in told
 
 
-NO_DIGEST: dict[str, tuple[int | None, str | None]] = {"flash-0731-dspark.mq2r": (5, None)}
+NO_DIGEST: Files = {"flash-0731-dspark.mq2r": (5, None)}
 
 
 @pytest.mark.parametrize(
@@ -306,15 +310,15 @@ NO_DIGEST: dict[str, tuple[int | None, str | None]] = {"flash-0731-dspark.mq2r":
     ],
 )
 def test_what_does_not_hold_is_not_generated(
-    people: dict[str, Any], files: dict[str, tuple[int | None, str | None]], says: str
+    people: dict[str, Any], files: Files, says: str
 ) -> None:
-    problems = problems_of(curated(**people), listing(**files))
+    problems = problems_of(curated(**people), listing(files=files))
     assert any(problem.startswith(f"{FLASH}: {says}") for problem in problems), problems
 
 
 def test_a_sidecar_that_nobody_published_a_digest_of_says_so() -> None:
     people = curated(dspark={"file": "flash-0731-dspark.mq2r", "unverified": True})
-    made = document_of(people, listing(**NO_DIGEST))["models"][FLASH]
+    made = document_of(people, listing(files=NO_DIGEST))["models"][FLASH]
     assert made["dspark"] == {
         "file": "flash-0731-dspark.mq2r",
         "unverified": True,

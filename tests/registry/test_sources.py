@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,7 +197,7 @@ def test_an_answer_that_takes_too_long_is_given_up(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, sources.TIMEOUT_S + 1])
-    monkeypatch.setattr(sources.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     check_refused(SourceError, lambda: load_registry(site.url), says=["not there after 3.5 s"])
 
 
