@@ -57,8 +57,6 @@ def tokenizer_keys(
         merges = [_merge(pair, path) for pair in document["model"]["merges"]]
         splitting = _splitting(document["pre_tokenizer"], path)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        if isinstance(error, ExportError):
-            raise
         raise _unknown(path, f"{type(error).__name__}: {error}") from None
     settings = metadata.get("tokenizer_config") or {}
     pad = settings.get("pad_token")
