@@ -75,9 +75,13 @@ bench: setup ## the benchmarks; results go to benchmarks/results
 	$(RUN) benchmarks.imatrix
 	$(RUN) benchmarks.frontier
 	$(RUN) benchmarks.load_time
+	$(RUN) benchmarks.paging_reads
+	$(RUN) benchmarks.paging
+	$(RUN) benchmarks.prefetch
 
-bench-gpu: setup ## the benchmark of kernels, a decode step and loading on a GPU
+bench-gpu: setup ## the benchmarks of kernels, a decode step, loading and paging on a GPU
 	$(RUN) benchmarks.gpu --record
+	$(RUN) benchmarks.paging_gpu
 
 goldens: setup ## check the golden vectors with their own decoder; they came from outside
 	$(VENV)/bin/python tests/data/golden/check_rocmfpx.py
