@@ -55,8 +55,7 @@ class Targets:
         empty = []
         for path in paths:
             if not path.is_dir():
-                named = _kind_by_name(path)
-                _add(found, named or ("document" if names_document(path) else "artifact"), path)
+                _add(found, _kind_of_named(path), path)
                 continue
             here = [(kind, file) for file in _files(path) if (kind := _kind(file)) is not None]
             for kind, file in here:
@@ -76,11 +75,6 @@ def _add(found: dict[Kind, dict[Path, None]], kind: Kind, path: Path) -> None:
     if kind == "receipt" and os.path.lexists(artifact := path.with_suffix("")):
         kind, path = "artifact", artifact
     found[kind][path] = None
-
-
-def names_document(path: Path) -> bool:
-    """Whether a file that was named is a registry document rather than an artifact."""
-    return path.suffix == ".json" or _head(path).lstrip().startswith(b"{")
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -111,6 +105,12 @@ def _kind_by_name(path: Path) -> Kind | None:
     if path.suffix == SUFFIX and path.with_suffix("").suffix in ARTIFACT_SUFFIXES:
         return "receipt"
     return None
+
+
+def _kind_of_named(path: Path) -> Kind:
+    """A file that a user names is one of the three, whatever it is called."""
+    json_like = path.suffix == ".json" or _head(path).lstrip().startswith(b"{")
+    return _kind_by_name(path) or ("document" if json_like else "artifact")
 
 
 def _kind(path: Path) -> Kind | None:

@@ -142,13 +142,14 @@ def command(
         "tell": (lambda line: None) if quiet else common.say,
     }
     together = len(paths) > 1 or paths[0].is_dir()
-    if together or targets.names_document(paths[0]):
+    found = targets.Targets.of(paths)
+    if together or found.artifacts != paths:
         if source or receipt or tag or signature or html or gates:
             raise click.UsageError(
                 "--source, --receipt, --registry, --signature, --gate, --html: for one artifact"
             )
         options["public_key"] = public_key
-        reports = targets.verify_targets(targets.Targets.of(paths), **options)
+        reports = targets.verify_targets(found, **options)
         page = None
     else:
         grounds = {"source": source, "receipt": receipt, "imatrix": imatrix, "gates": gates}

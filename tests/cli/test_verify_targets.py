@@ -1,0 +1,287 @@
+"""ds4q verify of folders, registry files and several paths: what is found, and what is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ds4q import targets
+from ds4q.artifact.receipt import receipt_path
+from ds4q.artifact.walk import walk
+from ds4q.cli import main
+from ds4q.targets import Targets
+from tests.quantize import models
+from tests.quantize.damage import flip
+from tests.registry.folders import TAG, good_folder, put_registry
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return good_folder(tmp_path_factory.mktemp("good") / "models")
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "models"))
+
+
+def verify(*words: object) -> Result:
+    return CliRunner().invoke(main, ["verify", "--quiet", *map(str, words)])
+
+
+def reports(*words: object) -> list[dict[str, Any]]:
+    """The documents of all targets."""
+    return list(json.loads(verify(*words, "--json").stdout)["targets"])
+
+
+def failed(report: dict[str, Any]) -> list[str]:
+    return [check["name"] for check in report["checks"] if not check["ok"]]
+
+
+def messages(report: dict[str, Any]) -> list[str]:
+    return [failure["message"] for check in report["checks"] for failure in check["failures"]]
+
+
+# ---------------------------------------------------------------- forms
+
+
+def test_a_folder_is_its_artifacts_and_its_registry(folder: Path, tmp_path: Path) -> None:
+    result = verify(folder, "--json", "--junit", tmp_path / "r.xml")
+    assert (result.exit_code, result.stderr) == (0, "")
+    document = json.loads(result.stdout)
+    assert list(document) == ["ok", "targets"]
+    artifact, registry = document["targets"]
+    assert [list(each) for each in (artifact, registry)] == [["ok", "artifact", "checks"]] * 2
+    assert artifact["artifact"]["path"] == str(folder / "flash.hfq")
+    assert registry["artifact"]["kind"] == "registry"
+    document_check, entry = registry["checks"]
+    assert document_check["figures"] == {"entries": 1, "with_files_here": 1, "failures": 0}
+    assert entry["name"] == f"entry {TAG}"
+    assert entry["figures"]["sidecars"] == 1
+    suites = list(ElementTree.parse(tmp_path / "r.xml").getroot())
+    assert [suite.get("name") for suite in suites] == [
+        f"ds4q verify {folder / 'flash.hfq'}",
+        f"ds4q verify {folder / 'registry.json'}",
+    ]
+
+
+def test_people_are_told_of_each_and_of_all(folder: Path) -> None:
+    flip(folder / "flash.hfq", 5000)
+    result = verify(folder)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "2 targets: FAILED (2)"
+    assert any(line == f"{folder / 'registry.json'}: FAILED" for line in lines)
+    told = result.stderr.splitlines()
+    assert told[0].startswith(f"{folder / 'flash.hfq'}: receipt: layers.")
+    assert told[-1].startswith(f"{folder / 'registry.json'}: entry {TAG}: {TAG}: SHA-256 of flash")
+
+
+def test_a_registry_file_alone_is_held_to_the_files_beside_it(folder: Path) -> None:
+    result = verify(folder / "registry.json", "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert list(document) == ["ok", "artifact", "checks"], "one path, one document"
+    assert [check["name"] for check in document["checks"]] == ["document", f"entry {TAG}"]
+    flip(folder / "flash.hfq", 5000)
+    red = json.loads(verify(folder / "registry.json", "--json").stdout)
+    assert failed(red) == [f"entry {TAG}"]
+
+
+def test_several_paths_are_one_report_and_each_file_is_checked_once(folder: Path) -> None:
+    artifact = folder / "flash.hfq"
+    found = reports(artifact, folder, artifact, receipt_path(artifact))
+    assert [Path(each["artifact"]["path"]).name for each in found] == ["flash.hfq", "registry.json"]
+
+
+@pytest.mark.parametrize("option", ["--source", "--receipt", "--registry", "--signature", "--html"])
+def test_what_belongs_to_one_artifact_is_refused_for_more(option: str, folder: Path) -> None:
+    words = ["--public-key", "k.pem"] if option == "--signature" else []
+    pytest.importorskip("jinja2")
+    result = verify(folder, option, folder.parent / "x", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "for one artifact" in result.stderr
+
+
+# ---------------------------------------------------------------- what is found
+
+
+def test_artifacts_are_found_by_suffix_or_magic_and_nothing_else(tmp_path: Path) -> None:
+    """A file that lost its magic must not drop out of the check with it."""
+    for name in ("a.hfq", "sub/b.fp4mix", "c.mq2r"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"not what it is called")
+    (tmp_path / "d.bin").write_bytes(b"HFQM and so on")
+    (tmp_path / "e.bin").write_bytes(b"HFQ! and so on")
+    for name in ("README.md", ".f.hfq", ".git/g.hfq", "h.hfq.partial", "i.gguf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"HFQM" if "h" in name else b"x")
+    os.mkfifo(tmp_path / "pipe")
+    found = Targets.of([tmp_path])
+    names = [path.relative_to(tmp_path).as_posix() for path in found.artifacts]
+    assert names == ["a.hfq", "c.mq2r", "d.bin", "e.bin", "sub/b.fp4mix"]
+    assert (found.receipts, found.documents, found.empty) == ((), (), ())
+
+
+def test_registry_documents_are_told_from_other_json(good: Path, tmp_path: Path) -> None:
+    whole = (good / "registry.json").read_text()
+    texts = {
+        "registry.json": "{",
+        "my.registry.json": "",
+        "any.json": whole,
+        "config.json": '{"models": {}}',
+        "list.json": "[1]",
+        "broken.json": whole[:-9],
+        "deep.json": "[" * 100_000,
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    found = [path.name for path in Targets.of([tmp_path]).documents]
+    assert found == ["any.json", "my.registry.json", "registry.json"]
+
+
+def test_a_folder_without_targets_is_red(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    (report,) = reports(tmp_path)
+    assert failed(report) == ["folder"]
+    assert "neither an artifact nor" in messages(report)[0]
+
+
+def test_a_folder_may_be_a_link_and_links_to_files_are_followed(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As a download cache has them: names that lead to blobs elsewhere."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    (folder / "flash.hfq").rename(blobs / "1234")
+    (folder / "flash.hfq").symlink_to(blobs / "1234")
+    (tmp_path / "link").symlink_to(folder)
+    assert verify(tmp_path / "link").exit_code == 0
+    (blobs / "1234").unlink()
+    red = reports(tmp_path / "link")
+    assert [failed(each) for each in red] == [["structure"], [f"entry {TAG}"]]
+    assert "No such file" in messages(red[0])[0]
+
+
+def test_a_file_that_is_not_there_fails_and_the_others_are_still_checked(folder: Path) -> None:
+    missing, artifact, registry = reports(folder / "no.hfq", folder)
+    assert (failed(missing), artifact["ok"], registry["ok"]) == (["structure"], True, True)
+    assert str(folder / "no.hfq") in messages(missing)[0]
+
+
+# ---------------------------------------------------------------- receipts
+
+
+def test_a_receipt_stands_for_its_artifact(folder: Path) -> None:
+    flip(folder / "flash.hfq", 5000)
+    result = verify(folder / "flash.hfq.receipt", "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert document["artifact"]["path"] == str(folder / "flash.hfq")
+    assert failed(document) == ["receipt"]
+
+
+def test_a_receipt_alone_is_read_and_the_registry_held_to_it(folder: Path) -> None:
+    """An artifact of 150 GB stays where it is; receipt and registry go through CI."""
+    (folder / "flash.hfq").unlink()
+    receipt, registry = reports(folder)
+    assert receipt["artifact"]["kind"] == "receipt"
+    assert (receipt["ok"], registry["ok"]) == (True, True)
+    put_registry(folder, sha256="0" * 64)
+    _, registry = reports(folder)
+    assert failed(registry) == [f"entry {TAG}"]
+    assert any("receipt of another artifact" in line for line in messages(registry))
+    (folder / "flash.hfq.receipt").write_bytes(b"x")
+    receipt, _ = reports(folder)
+    assert failed(receipt) == ["receipt"]
+
+
+def test_a_receipt_may_be_required(folder: Path) -> None:
+    receipt_path(folder / "flash.hfq").unlink()
+    artifact = folder / "flash.hfq"
+    assert verify(artifact).exit_code == 0
+    document = json.loads(verify(artifact, "--require-receipt", "--json").stdout)
+    assert failed(document) == ["receipt"]
+    assert [failed(each) for each in reports(folder, "--require-receipt")] == [["receipt"], []]
+
+
+# ---------------------------------------------------------------- registry
+
+
+def test_an_entry_is_held_to_what_the_artifacts_own_pass_has_hashed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """150 GB are read once."""
+    receipt_path(folder / "flash.hfq").unlink()  # then only the registry asks for the digest
+    put_registry(folder, receipt=None)
+
+    def never(path: Path, **options: Any) -> str:
+        raise AssertionError(f"{path} is read again")
+
+    monkeypatch.setattr(targets, "digest_of", never)
+    artifact, registry = reports(folder)
+    assert (artifact["ok"], registry["ok"]) == (True, True)
+    sha256 = models.digests(folder, "flash.hfq")["flash.hfq"]
+    assert registry["checks"][1]["figures"]["sha256"] == sha256
+    put_registry(folder, receipt=None, sha256="0" * 64)
+    _, registry = reports(folder)
+    assert failed(registry) == [f"entry {TAG}"]
+
+
+def test_entries_without_files_here_are_counted_and_not_failed(folder: Path) -> None:
+    (folder / "flash.hfq").unlink()
+    (folder / "flash.hfq.receipt").unlink()
+    (registry,) = reports(folder)
+    assert registry["ok"]
+    assert registry["checks"][0]["figures"]["with_files_here"] == 0
+
+
+def test_one_artifact_is_held_to_a_tag(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS4Q_REGISTRY_URL", str(folder / "registry.json"))
+    artifact = folder / "flash.hfq"
+    result = verify(artifact, "--registry", TAG, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["checks"][-1]["name"] == "registry"
+    put_registry(folder, size_bytes=artifact.stat().st_size + 1)
+    document = json.loads(verify(artifact, "--registry", TAG, "--json").stdout)
+    assert failed(document) == ["registry"]
+    found = document["checks"][-1]["failures"][0]
+    size = artifact.stat().st_size
+    assert (found["expected"], found["found"]) == (size + 1, size)
+    assert "sha256" not in document["checks"][-1]["figures"], "size before hash"
+    unknown = verify(artifact, "--registry", TAG[:-1])
+    assert (unknown.exit_code, unknown.stdout) == (1, "")
+    assert f"did you mean {TAG}" in unknown.stderr
+
+
+def test_a_damaged_artifact_is_still_hashed_for_its_tag(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS4Q_REGISTRY_URL", str(folder / "registry.json"))
+    flip(folder / "flash.hfq", 40)
+    document = json.loads(verify(folder / "flash.hfq", "--registry", TAG, "--json").stdout)
+    assert failed(document) == ["structure", "registry"]
+    assert any("SHA-256" in line for line in messages(document))
+
+
+def test_walk_is_asked_for_a_digest_only_where_somebody_wants_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def watch(*arguments: Any, sha256: bool, **options: Any) -> str | None:
+        asked.append(sha256)
+        return walk(*arguments, sha256=sha256, **options)
+
+    monkeypatch.setattr("ds4q.api.walk", watch)
+    receipt_path(folder / "flash.hfq").unlink()
+    verify(folder / "flash.hfq")
+    verify(folder)
+    assert asked == [False, True]

@@ -1,0 +1,282 @@
+"""What users put into their CI: green on a good folder, red on every way to break one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+from ds4q import __version__
+from examples.ci.damage import WAYS, damage
+from tests.examples.actions import ROOT, Ran, load, run_action, uses_of_the_action
+from tests.registry.folders import good_folder
+
+DS4Q = str(Path(sys.executable).with_name("ds4q"))
+WITHOUT_A_TENSOR = {
+    "metadata-byte",
+    "magic",
+    "empty",
+    "appended",
+    "lfs-pointer",
+    "wrong-variant",
+    "cut-receipt",
+    "no-receipt",
+    "stale-size",
+    "stale-hash",
+    "wrong-arch",
+    "upper-case-digest",
+    "unknown-key",
+    "unsafe-name",
+    "dangling-alias",
+    "no-json",
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return good_folder(tmp_path_factory.mktemp("good") / "models")
+
+
+@pytest.fixture
+def workspace(good: Path, tmp_path: Path) -> Path:
+    """A checkout of a user's repository."""
+    shutil.copytree(good, tmp_path / "work" / "models")
+    return tmp_path / "work"
+
+
+def use(workspace: Path, **inputs: str) -> Ran:
+    """Run the example workflow's step, with some inputs changed and ds4q installed already."""
+    (step,) = uses_of_the_action()
+    temp = workspace.with_name("temp")
+    temp.mkdir(exist_ok=True)
+    return run_action(step["with"] | {"ds4q": DS4Q} | inputs, workspace, temp)
+
+
+# ---------------------------------------------------------------- green
+
+
+def test_the_example_workflow_is_green_on_a_good_folder(workspace: Path) -> None:
+    ran = use(workspace)
+    assert ran.status == 0, ran.log
+    assert ran.outputs["ok"] == "true"
+    assert "::error" not in ran.log
+    document = json.loads((workspace / ran.outputs["json"]).read_text())
+    assert document["ok"] is True
+    root = ElementTree.parse(workspace / ran.outputs["junit"]).getroot()
+    assert [suite.get("failures") for suite in root] == ["0", "0"]
+    assert len(list(root.iter("testcase"))) == 6
+
+
+def test_what_the_workflow_uploads_is_what_the_action_writes() -> None:
+    steps = [
+        step
+        for job in load(ROOT / "examples/ci/validate.yml")["jobs"].values()
+        for step in job["steps"]
+    ]
+    (upload,) = [step for step in steps if "upload-artifact" in step.get("uses", "")]
+    outputs = re.findall(r"steps\.ds4q\.outputs\.(\w+)", upload["with"]["path"])
+    assert set(outputs) == {"junit", "json"} <= load(ROOT / "action.yml")["outputs"].keys()
+    assert upload["if"] == "${{ always() }}", "a red run is the one whose report is wanted"
+    (step,) = uses_of_the_action()
+    assert step["id"] == "ds4q"
+    assert step["uses"] == f"OWNER/ds4q@v{__version__}"
+
+
+# ---------------------------------------------------------------- red
+
+
+class Broken(NamedTuple):
+    """All ways at once: one run of the action over one folder each."""
+
+    faults: dict[str, tuple[str, str | None]]
+    ran: Ran
+    document: dict[str, Any]
+    suites: dict[str, ElementTree.Element]
+
+
+@pytest.fixture(scope="module")
+def broken(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Broken:
+    workspace = tmp_path_factory.mktemp("broken") / "work"
+    workspace.mkdir()
+    faults = damage(good, workspace)
+    ran = use(workspace, path="\n".join(faults))
+    root = ElementTree.parse(workspace / "ds4q-verify.xml").getroot()
+    document = json.loads((workspace / "ds4q-verify.json").read_text())
+    suites = {str(s.get("name")).removeprefix("ds4q verify "): s for s in root}
+    return Broken(faults, ran, document, suites)
+
+
+def test_the_good_folder_gives_ground_for_every_way(broken: Broken) -> None:
+    assert broken.faults.keys() == WAYS.keys()
+    assert len(WAYS) >= 12
+    nowhere = {way for way, (_, tensor) in broken.faults.items() if tensor is None}
+    assert nowhere == WITHOUT_A_TENSOR
+
+
+def test_broken_folders_turn_the_run_red(broken: Broken) -> None:
+    assert broken.ran.status == 1
+    assert broken.ran.outputs["ok"] == "false"
+    assert broken.document["ok"] is False
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_break_is_red_where_it_was_broken(way: str, broken: Broken) -> None:
+    name, tensor = broken.faults[way]
+    suites = [suite for path, suite in broken.suites.items() if path.startswith(f"{way}/")]
+    assert len(suites) == 2, "an artifact and a registry"
+    cases = {case.get("name"): case for suite in suites for case in suite}
+    lines = [str(failure.get("message")) for failure in cases[name].iter("failure")]
+    assert lines, f"check {name!r} is green"
+    if tensor is not None:
+        assert any(line.startswith(tensor) for line in lines), lines
+    log = [line for line in broken.ran.log.splitlines() if line.startswith("::error ")]
+    assert any(f"::{way}/" in line and name in line and (tensor or "") in line for line in log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_alone_fails_the_job(way: str, good: Path, tmp_path: Path) -> None:
+    workspace = tmp_path / "work"
+    workspace.mkdir()
+    damage(good, workspace)
+    shutil.move(workspace / way, workspace / "models")
+    ran = use(workspace)
+    assert ran.status == 1
+    assert ran.outputs["ok"] == "false"
+
+
+def test_artifacts_of_unknown_kinds_are_red_and_name_the_tensor(
+    cases_dir: Path, workspace: Path
+) -> None:
+    """Type 22 is a table of integers: legal by itself, but this file is no model's."""
+    numbers = (22, 23, 99)
+    for number in numbers:
+        shutil.copy(cases_dir / f"c10_id{number}.hfq", workspace / "models")
+    ran = use(workspace, options="")
+    assert ran.status == 1
+    root = ElementTree.parse(workspace / "ds4q-verify.xml").getroot()
+    red = [suite for suite in root if suite.get("failures") != "0"]
+    assert [suite.get("name") for suite in red] == [
+        f"ds4q verify models/c10_id{number}.hfq" for number in numbers
+    ]
+    said = {
+        number: [str(failure.get("message")) for failure in suite.iter("failure")]
+        for number, suite in zip(numbers, red, strict=True)
+    }
+    assert any("no model_type" in line for line in said[22])
+    for number in (23, 99):
+        assert any(f"tensor type {number}" in line and ".weight: " in line for line in said[number])
+
+
+def test_wrong_usage_is_red_and_says_so(workspace: Path) -> None:
+    ran = use(workspace, options="--no-such-option")
+    assert ran.status == 2
+    assert "No such option" in ran.log
+    assert ran.outputs["ok"] == "false"
+
+
+def test_an_input_never_becomes_a_command(workspace: Path) -> None:
+    marker = workspace / "pwned"
+    hostile = f"$(touch {marker})\n`touch {marker}`\n; touch {marker}\n--help"
+    ran = use(workspace, path=hostile)
+    assert ran.status == 1
+    assert not marker.exists()
+    assert "usage" not in ran.log.lower(), "a path that looks like an option is a path"
+
+
+def test_a_file_name_never_becomes_a_workflow_command(workspace: Path) -> None:
+    (workspace / "models" / "a\n::set-output name=ok::true\n%0A.hfq").write_bytes(b"x")
+    ran = use(workspace)
+    assert ran.status == 1
+    commands = [line for line in ran.log.splitlines() if line.startswith("::")]
+    assert commands
+    assert all(line.startswith("::error title=ds4q verify::") for line in commands)
+
+
+# ---------------------------------------------------------------- installing
+
+
+@pytest.mark.slow
+def test_the_action_installs_the_version_that_it_is_part_of(workspace: Path) -> None:
+    """Without the network: what ds4q needs is taken from this environment."""
+    (step,) = uses_of_the_action()
+    temp = workspace.with_name("temp")
+    temp.mkdir()
+    here = next(path for path in sys.path if path.endswith("site-packages"))
+    offline = {
+        "PYTHONPATH": here,
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads "no isolation: false" as no isolation
+    }
+    python = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    ran = run_action(step["with"], workspace, temp, PATH=python, **offline)
+    assert ran.status == 0, ran.log
+    assert (temp / "ds4q-venv" / "bin" / "ds4q").exists()
+
+
+# ---------------------------------------------------------------- pre-commit
+
+
+def pre_commit(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    names = {"PRE_COMMIT_HOME": str(cwd.with_name("cache")), "GIT_CONFIG_GLOBAL": os.devnull}
+    names["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    command = [sys.executable, "-m", "pre_commit", *words]
+    return subprocess.run(command, cwd=cwd, env=os.environ | names, capture_output=True, text=True)
+
+
+def git(*words: str, cwd: Path) -> None:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    subprocess.run(["git", *identity, *words], cwd=cwd, check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(workspace: Path) -> Path:
+    """A user's repository with the hook; ds4q is installed already, so pre-commit need not."""
+    (hook,) = load_hooks()
+    config = {"repos": [{"repo": "local", "hooks": [hook | {"language": "system"}]}]}
+    (workspace / ".pre-commit-config.yaml").write_text(json.dumps(config))
+    git("init", "-q", cwd=workspace)
+    git("add", "-A", cwd=workspace)
+    return workspace
+
+
+def load_hooks() -> list[dict[str, Any]]:
+    import yaml
+
+    return list(yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text()))
+
+
+def test_pre_commit_accepts_the_hook(workspace: Path) -> None:
+    done = pre_commit("validate-manifest", str(ROOT / ".pre-commit-hooks.yaml"), cwd=workspace)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_hook_is_green_on_a_good_folder_and_red_on_a_broken_one(repository: Path) -> None:
+    done = pre_commit("run", "--all-files", cwd=repository)
+    assert done.returncode == 0, done.stdout
+    assert "Passed" in done.stdout
+    git("commit", "-q", "-m", "x", cwd=repository)
+    registry = repository / "models" / "registry.json"
+    registry.write_text(registry.read_text().replace('"arch_id": 9', '"arch_id": 10'))
+    git("add", "-A", cwd=repository)
+    done = pre_commit("run", cwd=repository)
+    assert done.returncode == 1, done.stdout
+    assert "expected 10, found 9" in done.stdout
+
+
+def test_a_commit_without_such_files_is_not_held_up(repository: Path) -> None:
+    git("commit", "-q", "-m", "x", cwd=repository)
+    (repository / "README.md").write_text("x")
+    git("add", "-A", cwd=repository)
+    done = pre_commit("run", cwd=repository)
+    assert done.returncode == 0
+    assert "no files to check" in done.stdout
