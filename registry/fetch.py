@@ -160,9 +160,8 @@ class _Job:
         """Fetch what is missing and hash the whole."""
         first = None
         if self.missing is None:
-            first, self.missing = self._ask(), _absent(self.blocks)
-            self._check_room(self.size)
-            lane, answer = first
+            first = lane, answer = self._ask()
+            self.missing = _absent(self.blocks)
             if answer.ranged and answer.start != self.missing[0] * BLOCK_BYTES:
                 lane.reset()  # this is what an earlier run lacked, and its blocks are of no use
                 first = None
@@ -180,9 +179,6 @@ class _Job:
             return transfer.run(first)
         finally:
             self.received += transfer.received
-
-    def _check_room(self, size: int) -> None:
-        check_room(self.blocks.final.parent, size - self.blocks.held_bytes)
 
     # ------------------------------------------------------------------ the first answer
 
@@ -208,16 +204,16 @@ class _Job:
                 # Another version than the earlier run's: this says nothing about ranges.
                 lane.reset()
                 answer, size = self._patiently(lane, 0, stop, "")
+            self._validator, self._ranged = answer.validator, answer.ranged
+            check_room(self.blocks.final.parent, size - self.blocks.held_bytes)
+            about = About(self._remote.name, size, answer.validator, self._sha256)
+            if earlier is not None and self._may_continue(earlier) and about.continues(earlier):
+                self.tell(f"{self.blocks.final.name}: goes on with what an earlier run fetched")
+            else:
+                self.blocks.start(about)
         except BaseException:
             lane.reset()
             raise
-        self._validator, self._ranged = answer.validator, answer.ranged
-        about = About(self._remote.name, size, answer.validator, self._sha256)
-        if earlier is not None and self._may_continue(earlier) and about.continues(earlier):
-            self.tell(f"{self.blocks.final.name}: goes on with what an earlier run fetched")
-        else:
-            self._check_room(size)
-            self.blocks.start(about)
         return lane, answer
 
     def _patiently(self, lane: Lane, start: int, stop: int, validator: str) -> tuple[Answer, int]:

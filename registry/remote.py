@@ -28,6 +28,7 @@ MAX_HOPS = 10
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 PORTS = {"http": 80, "https": 443}
+SCHEMES = ("file", *PORTS)
 _HEAD_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:|HTTP/|\r?\n?\Z")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
 
@@ -90,13 +91,8 @@ class Remote:
         self.name = shown(url)
         self.headers = dict(headers)
         self.location: str | None = None  # where redirects led last
-        parts = urlsplit(url)
-        if parts.scheme not in ("file", *PORTS):
-            raise RefusedError(
-                "not an http, https or file URL", path=self.name, remedy="correct the repo"
-            )
-        if parts.scheme != "file":
-            _check(url)
+        if fault := _fault(url):
+            raise RefusedError(fault, path=self.name, remedy="correct it")
 
     def lane(self) -> Lane:
         """A new way to it."""
@@ -105,23 +101,37 @@ class Remote:
 
 def shown(url: str) -> str:
     """``url`` for people: without credentials, and without a query, which may be a signature."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return repr(url)
     return SplitResult(parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "").geturl()
 
 
-def _check(url: str) -> None:
-    """Refuse what is no clean address of a server."""
+def _fault(url: str) -> str:
+    """What keeps ``url`` from being a clean address of a server or file; empty where nothing."""
     try:
         parts = urlsplit(url)
-        bad = not parts.hostname or parts.port == 0
+        sound = parts.scheme in SCHEMES and parts.port != 0 and url.isascii() and url.isprintable()
     except ValueError:
-        bad = True
-    if bad or not url.isascii() or not url.isprintable() or " " in url:
-        raise RefusedError("not a URL", path=shown(url) if not bad else repr(url))
-    if parts.username is not None:
+        sound = False
+    if not sound or " " in url or (parts.scheme != "file" and not parts.hostname):
+        return "not an http, https or file URL"
+    return "a URL must not hold credentials" if parts.username is not None else ""
+
+
+def _joined(url: str, target: str) -> str:
+    """Where a redirect leads: to a server, and not from a secure connection to an open one."""
+    try:
+        joined = urljoin(url, target)
+    except ValueError:
+        joined = target
+    secure = urlsplit(url).scheme == "https"
+    if _fault(joined) or urlsplit(joined).scheme not in (("https",) if secure else PORTS):
         raise RefusedError(
-            "a URL must not hold credentials", path=shown(url), remedy="remove what is before the @"
+            "redirected to where no secure way leads", path=shown(url), found=shown(joined)
         )
+    return joined
 
 
 def _origin(url: str) -> tuple[str, str, int]:
@@ -140,11 +150,13 @@ class _CleanLines:
 
     def __init__(self, inner: BufferedIOBase) -> None:
         self._inner = inner
+        self._first = True  # the status line, which the library judges
 
     def readline(self, limit: int) -> bytes:
         line = self._inner.readline(limit)
-        while len(line) < limit and not _HEAD_LINE.match(line):
+        while not self._first and len(line) < limit and not _HEAD_LINE.match(line):
             line = self._inner.readline(limit)
+        self._first = False
         return line
 
     def close(self) -> None:
@@ -173,7 +185,7 @@ class HttpLane:
         self._connection: http.client.HTTPConnection | None = None
         self._origin: tuple[str, str, int] | None = None
         self._socket: socket.socket | None = None
-        self._through_proxy = False
+        self._proxy_headers: dict[str, str] | None = None  # None: no proxy between
         self._response: http.client.HTTPResponse | None = None
 
     def open(self, start: int, stop: int, validator: str) -> Answer:
@@ -225,16 +237,7 @@ class HttpLane:
             self._disconnect()
             if not target:
                 raise TryAgain(f"HTTP {response.status} without a Location")
-            next_url = urljoin(url, target)
-            scheme = urlsplit(next_url).scheme
-            if scheme not in PORTS or (scheme == "http" and urlsplit(url).scheme == "https"):
-                raise RefusedError(
-                    "redirected to an address that is not secure",
-                    path=shown(url),
-                    found=shown(next_url),
-                )
-            _check(next_url)
-            url = next_url
+            url = _joined(url, target)
         raise TryAgain(f"more than {MAX_HOPS} redirects")
 
     def _send(self, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
@@ -247,8 +250,9 @@ class HttpLane:
                 self._origin = _origin(url)
             parts = urlsplit(url)
             path = SplitResult("", "", parts.path or "/", parts.query, "").geturl()
-            target = f"{parts.scheme}://{parts.netloc}{path}" if self._through_proxy else path
-            connection.request("GET", target, headers=dict(headers))
+            through = self._proxy_headers
+            target = path if through is None else f"{parts.scheme}://{parts.netloc}{path}"
+            connection.request("GET", target, headers={**headers, **(through or {})})
             return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             self._disconnect()
@@ -259,7 +263,7 @@ class HttpLane:
     def _connect(self, url: str) -> http.client.HTTPConnection:
         """A connection to the origin of ``url``, through the proxy that the environment names."""
         scheme, host, port = _origin(url)
-        at, proxy_headers = (host, port), {}
+        at, proxy_headers = (host, port), dict[str, str]()
         proxy = (
             None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
         )
@@ -280,7 +284,7 @@ class HttpLane:
                 connection.set_tunnel(host, port, proxy_headers)
         else:
             connection = http.client.HTTPConnection(*at, timeout=TIMEOUT_S)
-        self._through_proxy = bool(proxy) and scheme == "http"
+        self._proxy_headers = proxy_headers if proxy and scheme == "http" else None
         connection.response_class = _Response
         connection.connect()
         self._socket = connection.sock

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Server:
     sent_bytes: int = 0
     rate_bytes_per_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    busy: int = 0
     _free_at_s: float = 0.0
 
     def url(self, name: str) -> str:
@@ -90,6 +91,13 @@ class Server:
             self._free_at_s = max(self._free_at_s, now_s) + nbytes / self.rate_bytes_per_s
             pause_s = self._free_at_s - now_s
         time.sleep(max(pause_s, 0.0))
+
+    def settle(self) -> None:
+        """Wait until no answer is being sent, and count anew."""
+        while self.busy:
+            time.sleep(0.001)
+        self.requests.clear()
+        self.sent_bytes = 0
 
     def script(self, *faults: Fault) -> None:
         """One fault for each request in turn; what follows is answered well."""
@@ -110,8 +118,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def do_GET(self) -> None:
-        with suppress(ConnectionError):
-            self._answer()
+        with self.plan.lock:
+            self.plan.busy += 1
+        try:
+            with suppress(ConnectionError):
+                self._answer()
+        finally:
+            with self.plan.lock:
+                self.plan.busy -= 1
 
     do_HEAD = do_GET
 
