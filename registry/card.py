@@ -17,7 +17,7 @@ from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import Receipt, TensorRecord
 from ds4q.artifact.tables import expert_of
 from ds4q.artifact.types import BY_NAME, HFP4G32, PRIVATE, RAW
-from ds4q.registry.arch import ARCH_NAMES, release
+from ds4q.registry.arch import ARCH_NAMES, CURRENT_RELEASE, release
 from ds4q.registry.entries import Entry
 from ds4q.registry.errors import RegistryError
 
@@ -272,10 +272,10 @@ def _memory(sources: Sources) -> Iterator[str]:
         f"Experts in a bounded cache (`--expert-cache`): a slot in every layer takes "
         f"{_bytes(slot_bytes)} bytes, whatever the device.\n"
     )
-    rows = [
-        (f"{budget} GiB", min((budget << 30) // slot_bytes, experts), experts)
-        for budget in BUDGETS_GIB
-    ]
+    slots = {budget: (budget << 30) // slot_bytes for budget in BUDGETS_GIB}
+    small = [budget for budget in BUDGETS_GIB if slots[budget] < experts]
+    rows = [(f"{budget} GiB", slots[budget], experts) for budget in small]
+    rows.append((f"{_bytes(slot_bytes * experts)} bytes", experts, experts))
     yield from _table(("cache", "experts of a layer in it", "experts of a layer"), rows)
     yield "Computed from the receipt.\n"
 
@@ -315,6 +315,8 @@ def _sidecars(entry: Entry) -> Iterator[str]:
     if not entry.sidecars:
         yield "None registered.\n"
         return
+    if release(entry.tag, entry.file) == CURRENT_RELEASE:
+        yield "This trunk pairs with DSpark drafts, not with MTP heads.\n"
     for sidecar in entry.sidecars:
         trust = "" if sidecar.sha256 else " (no digest was published)"
         yield f"- `{sidecar.file}`: {_WHAT_SIDECARS_ARE[sidecar.kind]}{trust}"

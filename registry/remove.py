@@ -10,6 +10,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ds4q.artifact.receipt import SUFFIX
 from ds4q.artifact.writer import fsync_folder
 from ds4q.registry.entries import Entry, Registry
 from ds4q.registry.errors import RegistryError, UnknownTagError
@@ -31,11 +32,13 @@ class Removal:
     ----------
     files : name and bytes, in the order in which they go: the trunk last
     kept : name of a file, and the installed tag that names it, too
+    left : receipts of files that go, which no tag registers
     by_name : whether files were found by their names, as no tag registers them
     """
 
     files: tuple[tuple[str, int], ...]
     kept: tuple[tuple[str, str], ...]
+    left: tuple[str, ...]
     by_name: bool
 
 
@@ -79,7 +82,11 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
             files.append((name, size))
         else:
             kept.append((name, holder))
-    return Removal(tuple(files), tuple(kept), by_name)
+    receipts = [name + SUFFIX for name, _ in files]
+    left = [
+        n for n in receipts if n not in wanted and n not in named_by and store.size(n) is not None
+    ]
+    return Removal(tuple(files), tuple(kept), tuple(left), by_name)
 
 
 def _registered(entry: Entry) -> list[str]:

@@ -73,9 +73,10 @@ class Store:
 
     def verified(self, name: str) -> str | None:
         """SHA-256 (hex) that was noted for the file as it is now; None where none was."""
+        path, place = self.path(name), self._note(name)
         try:
-            note = json.loads(self._note(name).read_bytes())
-            now = identity_of(self.path(name).stat())
+            note = json.loads(place.read_bytes())
+            now = identity_of(path.stat())
         except (OSError, ValueError):
             return None
         if not isinstance(note, dict) or {key: note.get(key) for key in now} != now:
@@ -91,7 +92,7 @@ class Store:
         self._write_note(name, identity_of(self.path(name).stat()) | {"sha256": sha256})
 
     def digest(self, name: str, *, advance: Callable[[int], None] = lambda nbytes: None) -> str:
-        """SHA-256 (hex) of a file, which is read and noted. Raises as ``check_file`` does."""
+        """SHA-256 (hex) of a file, which is read and noted. Raises as ``digest_of``."""
         path = self.path(name)
         with opened(path) as (fd, status):
             sha256 = _sha256(fd, status, path, advance)
@@ -118,31 +119,14 @@ class Store:
         return self.folder / NOTES / name
 
 
-def check_file(
-    what: Entry | Sidecar, path: Path, *, advance: Callable[[int], None] = lambda nbytes: None
-) -> list[Failure]:
-    """Compare a file with what the registry says of it: the size first, then the digest.
-
-    Reads the whole file where the size is right and a digest is registered. Changes nothing.
-
-    Parameters
-    ----------
-    advance : hears of bytes that were read
+def digest_of(path: Path, *, advance: Callable[[int], None] = lambda nbytes: None) -> str:
+    """SHA-256 (hex) of a file, read whole; ``advance`` hears of bytes that were read.
 
     Raises
     ------
-    ChangedError, TruncatedError : the file changed while it was read
+    ChangedError : the file changed while it was read
     RegistryError : not a regular file
     """
-    with opened(path) as (fd, status):
-        failures = list(compare_size(what, status.st_size))
-        if failures or what.sha256 is None:
-            return failures
-        return list(compare_sha256(what, _sha256(fd, status, path, advance)))
-
-
-def digest_of(path: Path, *, advance: Callable[[int], None] = lambda nbytes: None) -> str:
-    """SHA-256 (hex) of a file. Raises as ``check_file`` does."""
     with opened(path) as (fd, status):
         return _sha256(fd, status, path, advance)
 

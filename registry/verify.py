@@ -6,7 +6,7 @@ Reads headers, receipts and bytes to hash, never a tensor; changes nothing, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,73 +78,46 @@ def check_text(
         return None
 
 
-def check_entry(
-    what: Entry | Sidecar,
-    *,
-    path: Path,
-    size_bytes: int,
-    sha256: str | None,
-    check: Check,
-    arch_id: int | None = None,
-    recipe: str | None = None,
-) -> None:
-    """Compare what is known of the file at ``path`` with what the registry says of it.
-
-    Parameters
-    ----------
-    sha256 : of the file; None where nobody computed it, as for a file of the wrong size
-    arch_id : of the file's header
-    recipe : of a file that ds4q wrote
-    """
-    found = list(compare_size(what, size_bytes))
-    if sha256 is not None and not found:
-        found += compare_sha256(what, sha256)
-    if isinstance(what, Entry):
-        if arch_id not in (None, what.arch_id):
-            message = "arch_id of the file differs from the registry's"
-            found.append(Failure(message, expected=what.arch_id, found=arch_id))
-        if recipe is not None and what.quant_recipe not in (None, recipe):
-            message = "recipe of the file differs from the registry's"
-            found.append(Failure(message, expected=what.quant_recipe, found=recipe))
-    _fail(check, what, found)
-    if what.sha256 is None:
-        check.notes.append(f"{what.file}: no digest was published, unverified")
-    if path.name != what.file:
-        check.notes.append(f"{path.name} is registered as {what.file}")
-    check.figures |= {"file": what.file, "bytes": size_bytes}
-    if sha256 is not None:
-        check.figures["sha256"] = sha256
-
-
 def check_trunk(entry: Entry, path: Path, sha256: Callable[[], str], check: Check) -> None:
-    """Compare the artifact at ``path`` with its entry: length, digest, header, quantization.
+    """Compare the artifact at ``path`` with its entry: length, digest, architecture, quantization.
 
     ``sha256`` is called where the length is right and a digest is registered.
     """
     size_bytes = path.stat().st_size
-    wrong_size = any(compare_size(entry, size_bytes))
-    digest = None if wrong_size or entry.sha256 is None else sha256()
-    ours = arch_id = recipe = None
+    check.figures |= {"file": entry.file, "bytes": size_bytes}
+    if path.name != entry.file:
+        check.notes.append(f"{path.name} is registered as {entry.file}")
+    failures = list(compare_size(entry, size_bytes))
+    if entry.sha256 is None:
+        check.notes.append(f"{entry.file}: no digest was published, unverified")
+    elif not failures:
+        check.figures["sha256"] = found = sha256()
+        failures += compare_sha256(entry, found)
+    _fail(check, entry, failures)
     try:
         with Reader(path) as reader:
-            ours, arch_id = own_metadata(reader), reader.arch_id
-            recipe = None if ours is None else str(ours.get("recipe"))
+            _fail(check, entry, _compare_header(entry, reader))
     except Ds4qError as error:
         check.fail_with(error)
-    check_entry(
-        entry,
-        path=path,
-        size_bytes=size_bytes,
-        sha256=digest,
-        check=check,
-        arch_id=arch_id,
-        recipe=recipe,
-    )
+
+
+def _compare_header(entry: Entry, reader: Reader) -> Iterator[Failure]:
+    """What the artifact says of itself, and its entry says otherwise."""
+    said: list[tuple[str, str | int | None, str | int | None]] = [
+        ("arch_id", entry.arch_id, reader.arch_id)
+    ]
+    ours = own_metadata(reader)
     if ours is not None:
-        quant = quant_for(path.name, ours)
-        if quant != entry.quant:
-            message = "quantization of the file differs from the registry's"
-            _fail(check, entry, [Failure(message, expected=entry.quant, found=quant)])
+        said.append(("quant", entry.quant, quant_for(reader.path.name, ours)))
+        if entry.quant_recipe is not None:
+            said.append(("quant_recipe", entry.quant_recipe, str(ours.get("recipe"))))
+    for what, expected, found in said:
+        if expected != found:
+            yield Failure(
+                f"{what} of the file differs from its registry entry",
+                expected=expected,
+                found=found,
+            )
 
 
 def check_sidecars(
@@ -269,8 +242,7 @@ def _begins(names: Iterable[str], prefix: str) -> bool:
     return any(name.startswith(prefix) for name in names)
 
 
-def _fail(check: Check, what: Entry | Sidecar, failures: Iterable[Failure]) -> None:
-    """Add failures; those of an entry name its tag."""
-    tag = f"{what.tag}: " if isinstance(what, Entry) else ""
+def _fail(check: Check, entry: Entry, failures: Iterable[Failure]) -> None:
+    """Add failures, which then name the tag."""
     for failure in failures:
-        check.fail(replace(failure, message=f"{tag}{failure.message}"))
+        check.fail(replace(failure, message=f"{entry.tag}: {failure.message}"))

@@ -329,12 +329,9 @@ def update(origin: str | None, as_json: bool, quiet: bool, verbose: bool) -> Non
 @command.command("gen")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if anything would change.")
 @click.option("--refresh", is_flag=True, help="Ask the hub for sizes, digests and commits first.")
-@click.option("--folder", type=click.Path(path_type=Path), hidden=True, help="Where the files are.")
 @common.json_option
 @common.talk_options
-def gen(
-    check: bool, refresh: bool, folder: Path | None, as_json: bool, quiet: bool, verbose: bool
-) -> None:
+def gen(check: bool, refresh: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Make the bundled registry.json from models.json and listing.json, in a checkout of ds4q.
 
     Example: ds4q registry gen --check
@@ -345,7 +342,7 @@ def gen(
     from ds4q.registry.generate import generate
 
     try:
-        made = generate(folder, check=check, refresh=refresh)
+        made = generate(check=check, refresh=refresh)
     except GenerateError as error:
         for problem in error.problems:
             common.say(one_line(problem))

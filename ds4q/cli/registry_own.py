@@ -403,6 +403,8 @@ def _print_removal(removal: Removal, store: Store, own: Sequence[str], dry_run: 
         click.echo(one_line(f"{verb} {store.path(name)}: {size:,} bytes"))
     for name, tag in removal.kept:
         click.echo(one_line(f"keep {store.path(name)}: {tag} needs it"))
+    for name in removal.left:
+        click.echo(one_line(f"leave {store.path(name)}: no tag registers it"))
     if removal.by_name:
         click.echo("no tag registers these: what goes with the file was found by its name")
     for tag in own:

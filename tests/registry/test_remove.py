@@ -1,0 +1,214 @@
+"""Removing a tag removes its files and no other: neighbours, shared files, links, files by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ds4q.registry.entries import Registry
+from ds4q.registry.errors import UnknownTagError, UnsafeNameError
+from ds4q.registry.remove import RemovalError, plan_removal, remove
+from ds4q.registry.store import Store
+from tests.checks import check_refused
+from tests.registry.shelves import filled, registered, registry_of, sidecar
+
+# As published: one family, the older release's name is the beginning of the newer one's.
+PREVIEW, FLASH = "deepseek-v4-flash.mq2lloyd", "deepseek-v4-flash-0731.mq2lloyd"
+MQ2R = "deepseek-v4-flash-0731.mq2r"
+FILES = {
+    name: name.encode()
+    for name in (
+        PREVIEW,
+        "deepseek-v4-flash-mtp.mq2lloyd",
+        "deepseek-v4-flash-dspark.mq2lloyd",
+        FLASH,
+        "deepseek-v4-flash-0731-dspark.mq2lloyd",
+        MQ2R,
+        "deepseek-v4-flash-0731-dspark.mq2r",
+    )
+}
+
+
+def part(name: str) -> dict[str, object]:
+    return sidecar(name, FILES[name])
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return registry_of(
+        {
+            "deepseek-v4-flash-preview": registered(
+                PREVIEW,
+                FILES[PREVIEW],
+                mtp=part("deepseek-v4-flash-mtp.mq2lloyd"),
+                dspark=part("deepseek-v4-flash-dspark.mq2lloyd"),
+            ),
+            "deepseek-v4-flash": registered(
+                FLASH, FILES[FLASH], dspark=part("deepseek-v4-flash-0731-dspark.mq2lloyd")
+            ),
+            "deepseek-v4-flash:mq2r": registered(
+                MQ2R, FILES[MQ2R], dspark=part("deepseek-v4-flash-0731-dspark.mq2r")
+            ),
+        },
+        {"deepseek4": "deepseek-v4-flash"},
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return filled(tmp_path / "models", FILES)
+
+
+def left(store: Store) -> set[str]:
+    return {path.name for path in store.folder.iterdir() if not path.name.startswith(".")}
+
+
+def gone(registry: Registry, store: Store, *names: str) -> list[str]:
+    """Names of what goes, in order, after removing it."""
+    removal = plan_removal(registry, store, names)
+    before = left(store)
+    remove(store, removal)
+    found = [name for name, _ in removal.files]
+    assert before - left(store) == set(found)
+    return found
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash-preview", PREVIEW])
+def test_the_older_release_takes_nothing_of_the_newer(
+    registry: Registry, store: Store, name: str
+) -> None:
+    assert gone(registry, store, name) == [
+        "deepseek-v4-flash-dspark.mq2lloyd",
+        "deepseek-v4-flash-mtp.mq2lloyd",
+        PREVIEW,
+    ]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek4", FLASH])
+def test_one_quantization_takes_nothing_of_another(
+    registry: Registry, store: Store, name: str
+) -> None:
+    assert gone(registry, store, name) == ["deepseek-v4-flash-0731-dspark.mq2lloyd", FLASH]
+
+
+def test_files_by_the_same_beginning_stay_without_a_registry(store: Store) -> None:
+    """The same two slips, for files that no tag registers."""
+    nothing = registry_of({"m": registered("m.fp4", b"m")})
+    assert gone(nothing, store, PREVIEW) == [
+        "deepseek-v4-flash-mtp.mq2lloyd",
+        "deepseek-v4-flash-dspark.mq2lloyd",
+        PREVIEW,
+    ]
+    assert gone(nothing, store, FLASH) == ["deepseek-v4-flash-0731-dspark.mq2lloyd", FLASH]
+    assert left(store) == {MQ2R, "deepseek-v4-flash-0731-dspark.mq2r"}
+
+
+def test_what_was_found_by_name_is_said(registry: Registry, store: Store) -> None:
+    filled(store.folder, {"mine.fp4": b"x", "mine.fp4.receipt": b"x", "mine-dspark.fp4": b"x"})
+    removal = plan_removal(registry, store, ["mine.fp4"])
+    assert removal.by_name
+    assert [name for name, _ in removal.files] == [
+        "mine-dspark.fp4",
+        "mine.fp4.receipt",
+        "mine.fp4",
+    ]
+    assert not plan_removal(registry, store, ["deepseek-v4-flash"]).by_name
+
+
+def shared() -> Registry:
+    draft = sidecar("d.fp4", b"draft")
+    return registry_of(
+        {
+            "m:a": registered("a.fp4", b"aa", dspark=draft),
+            "m:b": registered("b.fp4", b"bb", dspark=draft),
+        }
+    )
+
+
+def test_a_file_that_another_installed_tag_names_stays(tmp_path: Path) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa", "b.fp4": b"bb", "d.fp4": b"draft"})
+    removal = plan_removal(shared(), store, ["m:a"])
+    assert (removal.files, removal.kept) == ((("a.fp4", 2),), (("d.fp4", "m:b"),))
+    assert gone(shared(), store, "m:a") == ["a.fp4"]
+    assert gone(shared(), store, "m:b") == ["d.fp4", "b.fp4"]
+
+
+def test_a_tag_that_is_not_installed_keeps_nothing(tmp_path: Path) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa", "d.fp4": b"draft"})
+    assert gone(shared(), store, "m:a") == ["d.fp4", "a.fp4"]
+
+
+def test_tags_that_go_together_do_not_keep_each_others_files(tmp_path: Path) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa", "b.fp4": b"bb", "d.fp4": b"draft"})
+    assert gone(shared(), store, "m:a", "m:b", "m:a") == ["d.fp4", "a.fp4", "b.fp4"]
+
+
+def test_a_sidecar_by_its_own_name_goes_alone_or_stays(tmp_path: Path) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa", "d.fp4": b"draft"})
+    removal = plan_removal(shared(), store, ["d.fp4"])
+    assert (removal.files, removal.kept) == ((), (("d.fp4", "m:a"),))
+    store.path("a.fp4").unlink()
+    assert gone(shared(), store, "d.fp4") == ["d.fp4"]
+
+
+def test_a_receipt_goes_with_its_trunk_and_a_foreign_one_is_named(tmp_path: Path) -> None:
+    receipt, draft = sidecar("a.fp4.receipt", b"r"), sidecar("a-dspark.fp4", b"d")
+    registry = registry_of({"m:a": registered("a.fp4", b"aa", receipt=receipt, dspark=draft)})
+    files = {"a.fp4": b"aa", "a.fp4.receipt": b"r", "a-dspark.fp4": b"d"}
+    store = filled(tmp_path / "m", files | {"a-dspark.fp4.receipt": b"x"})
+    assert plan_removal(registry, store, ["m:a"]).left == ("a-dspark.fp4.receipt",)
+    assert gone(registry, store, "m:a") == ["a.fp4.receipt", "a-dspark.fp4", "a.fp4"]
+    assert left(store) == {"a-dspark.fp4.receipt"}
+
+
+def test_notes_go_with_their_files(tmp_path: Path) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa"})
+    store.digest("a.fp4")
+    gone(shared(), store, "m:a")
+    assert list((store.folder / ".verified").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "folder", "pipe"])
+def test_whatever_is_no_regular_file_stops_all(tmp_path: Path, kind: str) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa"})
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"draft")
+    path = store.path("d.fp4")
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(precious if kind == "link" else "nowhere")
+    error = check_refused(
+        RemovalError, lambda: plan_removal(shared(), store, ["m:a"]), path=path, says=["by hand"]
+    )
+    assert ("link" in str(error)) == (kind in ("link", "dangling"))
+    assert store.path("a.fp4").exists()
+    assert precious.read_bytes() == b"draft"
+
+
+def test_a_linked_models_folder_is_the_folder_it_leads_to(tmp_path: Path) -> None:
+    filled(tmp_path / "real", {"a.fp4": b"aa"})
+    (tmp_path / "m").symlink_to("real")
+    assert gone(shared(), Store(tmp_path / "m"), "m:a") == ["a.fp4"]
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+def test_a_file_that_changed_since_it_was_listed_stays(tmp_path: Path) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa", "d.fp4": b"draft"})
+    removal = plan_removal(shared(), store, ["m:a"])
+    store.path("a.fp4").write_bytes(b"something else")
+    check_refused(RemovalError, lambda: remove(store, removal), path=store.path("a.fp4"))
+    assert left(store) == {"a.fp4"}
+    store.path("a.fp4").unlink()
+    check_refused(RemovalError, lambda: remove(store, removal))
+
+
+@pytest.mark.parametrize("name", ["m:c", "../a.fp4", "/etc/hostname", "a"])
+def test_names_are_meant_as_they_are(tmp_path: Path, name: str) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa"})
+    with pytest.raises((UnknownTagError, UnsafeNameError)):
+        plan_removal(shared(), store, [name])
