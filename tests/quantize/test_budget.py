@@ -308,3 +308,83 @@ def test_a_trained_model_gets_mixed_downs_and_its_first_layers_first() -> None:
     layers = [entry["gate-up"]["types"] for entry in found.report()["layers"]]
     assert layers[0].get("rocmfp2-affine", 0) == 0
     assert layers[3].get("rocmfp2-affine", 0) == 16 - layers[3].get("rocmfp2-mix", 0)
+
+
+# ---------------------------------------------------------------- one type per layer and part
+
+
+def columns(found: BudgetPlan) -> set[int]:
+    """How many types the experts of a layer have in one part."""
+    layers, _, parts = found.grid.codes.shape
+    return {
+        len(np.unique(found.grid.codes[layer, :, part]))
+        for layer in range(layers)
+        for part in range(parts)
+    }
+
+
+@pytest.mark.parametrize("bpw", [2.5, 2.6, 2.9, 3.3, 4.2, 6.0])
+def test_by_projection_all_experts_of_a_layer_have_one_type(source: Path, bpw: float) -> None:
+    found, free = plan(source, bpw, per_projection=True), plan(source, bpw)
+    assert columns(found) == {1}
+    assert found.bpw <= bpw
+    # The coarsest step takes gate and up of all experts of one layer from one type to the next.
+    assert found.bpw >= min(bpw, 5.0) - 2 / 3 * 2 / LAYERS
+    assert found.spent.loss >= free.spent.loss * (1 - 1e-12)
+    losses = np.take_along_axis(
+        found.measured.losses, found.grid.codes[..., None].astype(np.int64), axis=3
+    )
+    assert losses.sum() == pytest.approx(found.spent.loss)
+
+
+def test_by_projection_more_bits_lose_less(source: Path) -> None:
+    plans = [plan(source, bpw, per_projection=True) for bpw in (2.5, 2.8, 3.0, 3.5, 4.0, 4.5, 5.0)]
+    losses = [found.spent.loss for found in plans]
+    assert losses == sorted(losses, reverse=True)
+    assert len({found.toml for found in plans}) > 4
+    assert columns(plan(source, 2.8)) != {1}, "a free plan would do the same here"
+
+
+def test_by_projection_the_whole_file_is_kept_from_below(source: Path) -> None:
+    low, high = (file_bytes(source, plan(source, bpw).recipe) for bpw in (2.5, 6.0))
+    sizes = []
+    for share in (0.1, 0.4, 0.7):
+        target = low + round(share * (high - low))
+        found = plan(source, nbytes=target, per_projection=True)
+        assert columns(found) == {1}
+        sizes.append(file_bytes(source, found.recipe))
+        assert sizes[-1] <= target
+    assert sizes == sorted(set(sizes))
+    with pytest.raises(TargetSizeError) as caught:
+        plan(source, nbytes=1000, per_projection=True)
+    smallest = int(str(caught.value).split("at least ")[1].split(" bytes")[0])
+    found = plan(source, nbytes=smallest, per_projection=True)
+    assert file_bytes(source, found.recipe) == smallest
+
+
+def test_by_projection_the_report_names_no_expert(source: Path) -> None:
+    found = plan(source, 3.0, per_projection=True)
+    report = found.report()
+    assert report["per_projection"] is True
+    assert plan(source, 3.0).report()["per_projection"] is False
+    for which in ("last", "next"):
+        step = report["border"][which]
+        assert step["expert"] is None
+        code = found.grid.codes[step["layer"], 0, PARTS.index(step["part"])]
+        assert (WORDS[code] == step["type"]) == (which == "last")
+    lines = found.table().splitlines()
+    assert lines[4].startswith(f"last step: layer {report['border']['last']['layer']} all experts ")
+
+
+def test_by_projection_a_part_of_a_model_is_planned_as_far_as_it_is_there(tmp_path: Path) -> None:
+    without = ("layers.0.ffn.experts.1.w3", "layers.1.ffn.experts.0.", "layers.1.ffn.experts.2.w2")
+    source = routed.write(tmp_path / "m", without=without)
+    found = plan(source, 3.3, per_projection=True)
+    assert columns(found) == {1}
+    assert 2.5 < found.bpw <= 3.3
+    assert sum(found.report()["layers"][1]["down"]["types"].values()) == 1
+    path = tmp_path / "plan.toml"
+    path.write_text(found.toml)
+    assert "experts" not in found.toml
+    with routed.opened(source) as (_, audited):
+        assert load_recipe(path, ExpertDims.of(audited)).document() == found.recipe.document()

@@ -11,7 +11,14 @@ import pytest
 from ds4q.artifact.types import ROCMFP2, ROCMFP3
 from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint
-from ds4q.quantize.choose import Choice, TargetError, VariantChoiceError, Wish, choose
+from ds4q.quantize.choose import (
+    Choice,
+    PerProjectionError,
+    TargetError,
+    VariantChoiceError,
+    Wish,
+    choose,
+)
 from ds4q.quantize.errors import JobError
 from ds4q.quantize.recipe import RECIPES
 from tests.checks import check_refused
@@ -25,6 +32,7 @@ LEGAL = [
     Wish("some/where.toml"),
     Wish("budget", target_bpw=2.75),
     Wish("budget", "affine", target_bytes=98 * 10**9),
+    Wish("budget", target_bpw=2.75, per_projection=True),
 ]
 REFUSED: list[tuple[Wish, type[JobError], str]] = [
     (Wish("budget"), TargetError, "no target with recipe budget"),
@@ -39,6 +47,9 @@ REFUSED: list[tuple[Wish, type[JobError], str]] = [
     (Wish("rocmfp2-affine", "dual"), VariantChoiceError, "dual"),
     (Wish("x.toml", "dual"), VariantChoiceError, "name the variant in the file"),
     (Wish("Mix"), JobError, "unknown recipe"),
+    (Wish("mix", per_projection=True), PerProjectionError, "found recipe mix; it is for --recipe"),
+    (Wish("x.toml", per_projection=True), PerProjectionError, "found recipe x.toml"),
+    (Wish("budget", per_projection=True), TargetError, "no target"),
 ]
 
 

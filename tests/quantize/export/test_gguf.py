@@ -23,7 +23,7 @@ from ds4q.quantize.export.keys import mix_keys
 from ds4q.quantize.export.names import gguf_name
 from ds4q.quantize.export.plan import ExportError
 from tests.checks import check_refused
-from tests.quantize import routed
+from tests.quantize import models, routed
 from tests.quantize.builders import RANDOM, TINY, config_of
 from tests.quantize.export import small
 from tests.quantize.export.gguf_files import Gguf
@@ -333,6 +333,19 @@ def test_experts_of_a_layer_that_differ_in_type_are_refused(
         path=file,
         says=["layer 1", "w2", "found 2 ROCmFP3, 1 ROCmFP4", "--recipe budget --per-projection"],
     )
+
+
+def test_a_budget_by_projection_can_be_exported(small_source: Path, tmp_path: Path) -> None:
+    free, file, out = (tmp_path / name for name in ("free.hfq", "x.hfq", "x.gguf"))
+    budget: dict[str, Any] = {"recipe": "budget", "target_bpw": 3.0, "variant_107": "affine"}
+    models.run(small_source, free, **budget)
+    with pytest.raises(ExportError, match=r"layer [01]: .* differ in type"):
+        api.export(free, out, to="gguf", only_experts=True, variant_107="affine")
+    models.run(small_source, file, **budget, per_projection=True)
+    api.export(file, out, to="gguf", only_experts=True, variant_107="affine")
+    found = Gguf(out)
+    check_tensors(found, file, only="_exps")
+    assert len(set(found.types.values())) > 1
 
 
 def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
