@@ -7,8 +7,10 @@ model-signing's own, so who has no ds4q checks it with ``model_signing verify``.
 from __future__ import annotations
 
 import importlib
+import io
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -118,11 +120,12 @@ def check_signature(
         path = artifact.parent / plain_name(name, what="name in the signature", path=signature)
         return digest_of(path) if path.exists() else None
 
-    asked = _Asked(digest)
+    asked, said = _Asked(digest), io.StringIO()
     try:
         config = verifying.Config().set_hashing_config(asked).set_ignore_unsigned_files(True)
         config.use_elliptic_key_verifier(public_key=public_key)
-        config.verify(artifact.parent, signature)
+        with redirect_stdout(said):  # the library prints its warnings among our results
+            config.verify(artifact.parent, signature)
     except (OSError, RegistryError):
         raise
     except Exception as error:  # of a stack of libraries, over a file that may hold anything
@@ -131,6 +134,7 @@ def check_signature(
     if not {artifact.name, WHOLE} & asked.digests.keys():
         signed = ", ".join(sorted(asked.digests))
         check.fail(Failure(f"{signature} does not cover {artifact.name}", found=signed))
+    check.notes.extend(line.strip() for line in said.getvalue().splitlines() if line.strip())
     check.figures["signed_files"] = len(asked.digests)
 
 
