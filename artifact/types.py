@@ -86,6 +86,9 @@ F16 = TensorType(1, "F16", 1, 2, codec="plain")
 F32 = TensorType(2, "F32", 1, 4, codec="plain")
 Q8F16 = TensorType(3, "Q8F16", 32, 34, group_size=32, codec="q8f16")
 BF16 = TensorType(16, "BF16", 1, 2, codec="plain")
+MQ2_LLOYD = TensorType(  # hipfire's: read, never written
+    19, "MQ2G256Lloyd", 256, 72, group_size=256, codec="mq2lloyd", row_multiple=256
+)
 HFP4G32 = TensorType(21, "HFP4G32", 32, 17, row_header_bytes=16, group_size=32, codec="hfp4g32")
 TIDI32 = TensorType(22, "TidI32", 1, 4, codec="plain")
 RAW = TensorType(120, "Raw", 1, 1, codec="plain")  # bytes that are no weights: decode tables
@@ -137,7 +140,6 @@ _UPSTREAM = (
     TensorType(15, "MQ6G256", 256, 200, group_size=256),
     TensorType(17, "MQ3G256", 256, 104, group_size=256),
     TensorType(18, "MQ2G256", 256, 72, group_size=256),
-    TensorType(19, "MQ2G256Lloyd", 256, 72, group_size=256),
     TensorType(20, "MQ3G256Lloyd", 256, 112, group_size=256),
     TensorType(24, "MFP4G32", 32, 17, row_header_bytes=16, group_size=32),
     TensorType(28, "PARO4G128"),
@@ -179,7 +181,7 @@ ROCMFPX = (
 )
 MIXED = (ROCMFP3_MIX, ROCMFP2_MIX)  # their books lie in decode tables
 TYPES: dict[int, TensorType] = {
-    t.id: t for t in (F16, F32, Q8F16, BF16, HFP4G32, TIDI32, *ROCMFPX, RAW, *_UPSTREAM)
+    t.id: t for t in (F16, F32, Q8F16, BF16, MQ2_LLOYD, HFP4G32, TIDI32, *ROCMFPX, RAW, *_UPSTREAM)
 }
 BY_NAME: dict[str, TensorType] = {t.name: t for t in TYPES.values()}
 

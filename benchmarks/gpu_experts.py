@@ -117,8 +117,8 @@ class Pool:
         """Queue gate, up and SwiGLU of a step."""
         self.bench.kernels.launch(
             self.bench.stream, "moe.hip", "moe_gate_up", packing.gate_up_grid(WIDTH, CHOSEN, 1),
-            self._table, 0, self._ids + 4 * CHOSEN * step, self._x, self.hidden.address, LIMIT,
-            CHOSEN, 1, defines=self._defines,
+            self._table, 0, self._ids + 4 * CHOSEN * step, self._x, self._x,
+            self.hidden.address, LIMIT, CHOSEN, 1, defines=self._defines,
         )  # fmt: skip
 
     def down(self, step: int) -> None:

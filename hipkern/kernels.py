@@ -25,12 +25,13 @@ Defines = Mapping[str, int]
 Grid = tuple[int, int, int]
 _NONE: Defines = {}
 
-DECODERS = (1, 2, 3, 16, 21, 100, 101, 102, 103, 104, 106, 358, 363)
+DECODERS = (1, 2, 3, 16, 19, 21, 100, 101, 102, 103, 104, 106, 358, 363)
 """Ways to decode a block, by tensor type; 358 and 363 are second readings of 102 and 107."""
 
 EXPERTS = (
     *((d, d, 16) for d in DECODERS),
     *((21, 21, shared) for shared in (1, 3)),
+    (19, 19, 3),
     (106, 104, 16),
     (0, 0, 16),
 )

@@ -18,6 +18,7 @@ from ds4q.artifact.types import (
     F16,
     F32,
     HFP4G32,
+    MQ2_LLOYD,
     Q8F16,
     ROCMFP2,
     ROCMFP2_MIX,
@@ -34,8 +35,10 @@ from ds4q.hipkern.errors import HipUsageError
 BOOKED = {ROCMFP3.id: 104, ROCMFP3_MIX.id: 104, ROCMFP2_MIX.id: 106, ROCMFP2.id: 106}
 AFFINE = 256 + ROCMFP2.id  # an offset in place of the second scale
 NEG32 = 256 + ROCMFP6.id  # another level of code 32
-_PLAIN = (F16, F32, Q8F16, BF16, HFP4G32, ROCMFP4, ROCMFP4_FAST, ROCMFP6, ROCMFP8)
+_PLAIN = (F16, F32, Q8F16, BF16, MQ2_LLOYD, HFP4G32, ROCMFP4, ROCMFP4_FAST, ROCMFP6, ROCMFP8)
 _OWN = {kind.id: kind.id for kind in _PLAIN}
+ROTATED = (MQ2_LLOYD.id,)
+"""Decoders of matrices that multiply what ``rotate.hip`` has made of activations."""
 
 MATRIX_BYTES = 40
 BOOKS_BYTES = 40
@@ -53,6 +56,7 @@ _WIDE = (F16.id, F32.id, BF16.id)
 _PART = 4096  # columns that a group takes at once of packed rows
 _ENOUGH_BLOCKS = 256  # to fill a device
 _BLOCK = 32  # columns that a thread decodes
+_TURN = 256  # columns that are rotated together
 
 
 def decoder_of(type_id: int, coding: Coding | None) -> int:
@@ -173,6 +177,16 @@ def down_grid(rows: int, k: int, tokens: int) -> tuple[int, int, int]:
 def sum_grid(rows: int, tokens: int) -> tuple[int, int, int]:
     """Grid of ``hc_sum``."""
     return -(-rows // _SUM_THREADS), tokens, 1
+
+
+def rotate_grid(cols: int, tokens: int) -> tuple[int, int, int]:
+    """Grid of ``rotate``."""
+    return cols // _TURN, tokens, 1
+
+
+def rotate_hidden_grid(width: int, k: int, tokens: int) -> tuple[int, int, int]:
+    """Grid of ``rotate_hidden``: what ``gate_up_grid`` has made."""
+    return width // _TURN, k + 1, tokens
 
 
 def _check_experts(k: int) -> None:

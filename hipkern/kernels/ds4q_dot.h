@@ -1,7 +1,7 @@
 // Owns the definition of a row's product with activations, and the parts that kernels build it of.
 //
 // The sum, for every kernel and target (w weight, x activation, all f32, fma = ds4q_fma):
-//   packed formats (3, 21, 100 and above): a tile is 128 weights of a row. Lane l of a group takes
+//   packed formats (3, 19, 21, 100 and above): a tile is 128 weights of a row. Lane l of a group takes
 //     tiles l, l + 32, ... in order, the blocks of a tile in order, the weights of a block, or of
 //     each half of it where the format has halves, in order: acc = fma(level, x, acc) from 0; then
 //     total = fma(scale, acc, total) from 0.
@@ -9,6 +9,7 @@
 //     total = fma(w, x, total) from 0.
 //   The lanes' totals are summed as ds4q_group_sum does; then comes one multiplication with the
 //   format's factor (the row's scale, or the power of two that UE4M3 scales lack).
+// Where the format is ROTATED, x is what rotate.hip has made of the activations.
 // Nothing of it depends on how many rows, tokens or blocks a launch has. Short rows share a group:
 // the steps of the sum that they leave out would add zeros.
 #pragma once
@@ -27,34 +28,46 @@ DS4Q_FN int ds4q_least(int a, int b) { return a < b ? a : b; }
 // ---- products ------------------------------------------------------------------------------------
 DS4Q_FN ds4q_four ds4q_read_four(const float* at) { return *(const ds4q_four*)at; }
 
-// Block b of a tile, which begins at a multiple of its own size of four or eight bytes.
+// Block b of tile `number` of a row whose blocks begin at `row`: a multiple of eight bytes, or of
+// four where a block has an odd number of them.
 template <int DECODER>
-DS4Q_FN ds4q_codes ds4q_read_block(const ds4q_u8* tile, int b) {
+DS4Q_FN ds4q_codes ds4q_read_block(const ds4q_u8* row, int number, int b) {
   using format = ds4q_format<DECODER>;
-  // Tiles of an even number of words share banks with their neighbours, word by word; pairs do not.
-  constexpr int STEP = format::BLOCK_BYTES % 2 == 0 ? 8 : 4;
-  constexpr int MOST = (format::BLOCK_BYTES + STEP - 2) / STEP + 1;
-  int first = b * format::BLOCK_BYTES, before = first % STEP, end = before + format::BLOCK_BYTES;
-  ds4q_u32 words[MOST * STEP / 4];
-  DS4Q_UNROLL
-  for (int i = 0; i < MOST; i++) {
-    if (i * STEP >= end) break;
-    if constexpr (STEP == 8) {
-      ds4q_u64 pair = *(const ds4q_u64*)(tile + first - before + 8 * i);
-      words[2 * i] = (ds4q_u32)pair, words[2 * i + 1] = (ds4q_u32)(pair >> 32);
-    } else {
-      words[i] = *(const ds4q_u32*)(tile + first - before + 4 * i);
-    }
-  }
   ds4q_codes codes;
-  DS4Q_UNROLL
-  for (int i = 0; i < format::CODE_BYTES / 4; i++) {
-    codes.words[i] = ds4q_word(words, before + format::CODES + 4 * i);
-  }
-  DS4Q_UNROLL
-  for (int i = 0; i < format::SCALES; i++) {
-    int at = before + format::SCALE + i;
-    codes.bytes[i] = (words[at / 4] >> at % 4 * 8) & 255;
+  if constexpr (format::HEAD != 0) {  // all of it lies on eight bytes
+    const ds4q_u8* group = row + number / 2 * (8 * format::BLOCK_BYTES);
+    const ds4q_u8* own = group + format::HEAD + number % 2 * DS4Q_TILE_BLOCKS * format::CODE_BYTES;
+    ds4q_u64 chosen = *(const ds4q_u64*)(own + b * format::CODE_BYTES);
+    ds4q_u64 levels = *(const ds4q_u64*)group;
+    codes.words[0] = (ds4q_u32)chosen, codes.words[1] = (ds4q_u32)(chosen >> 32);
+    codes.words[2] = (ds4q_u32)levels, codes.words[3] = (ds4q_u32)(levels >> 32);
+  } else {
+    const ds4q_u8* tile = row + number * DS4Q_TILE_BLOCKS * format::BLOCK_BYTES;
+    // Tiles of an even number of words share banks with their neighbours, word by word; pairs do
+    // not.
+    constexpr int STEP = format::BLOCK_BYTES % 2 == 0 ? 8 : 4;
+    constexpr int MOST = (format::BLOCK_BYTES + STEP - 2) / STEP + 1;
+    int first = b * format::BLOCK_BYTES, before = first % STEP, end = before + format::BLOCK_BYTES;
+    ds4q_u32 words[MOST * STEP / 4];
+    DS4Q_UNROLL
+    for (int i = 0; i < MOST; i++) {
+      if (i * STEP >= end) break;
+      if constexpr (STEP == 8) {
+        ds4q_u64 pair = *(const ds4q_u64*)(tile + first - before + 8 * i);
+        words[2 * i] = (ds4q_u32)pair, words[2 * i + 1] = (ds4q_u32)(pair >> 32);
+      } else {
+        words[i] = *(const ds4q_u32*)(tile + first - before + 4 * i);
+      }
+    }
+    DS4Q_UNROLL
+    for (int i = 0; i < format::CODE_BYTES / 4; i++) {
+      codes.words[i] = ds4q_word(words, before + format::CODES + 4 * i);
+    }
+    DS4Q_UNROLL
+    for (int i = 0; i < format::SCALES; i++) {
+      int at = before + format::SCALE + i;
+      codes.bytes[i] = (words[at / 4] >> at % 4 * 8) & 255;
+    }
   }
   return codes;
 }
@@ -130,8 +143,7 @@ DS4Q_FN void ds4q_any_row(const ds4q_u8* row, int cols, const ds4q_tables& table
     } else {
       DS4Q_ROLLED
       for (int c = first; c < ds4q_least(first + SPAN, cols); c += DS4Q_BLOCK) {
-        const ds4q_u8* block = row + format::HEADER + c / DS4Q_BLOCK * format::BLOCK_BYTES;
-        ds4q_codes codes = ds4q_load_block<DECODER>(block);
+        ds4q_codes codes = ds4q_load_block<DECODER>(row, c / DS4Q_BLOCK);
         float level[DS4Q_BLOCK];
         ds4q_levels<DECODER>(codes, tables, level);
         DS4Q_UNROLL

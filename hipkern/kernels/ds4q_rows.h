@@ -90,7 +90,7 @@ DS4Q_FN void ds4q_packed_rows(AT at, const ds4q_tables* tables, const ds4q_shape
   int lane = (int)ds4q_lane(), number = lane / s.lanes, tile = lane % s.lanes;
   int parts = s.rows > 1 ? 1 : s.cols / DS4Q_PART;
   int bytes = s.rows > 1 ? s.rows * s.row_bytes : format::HEADER + window::PART_BYTES;
-  int own = number * s.row_bytes + format::HEADER + tile * window::TILE_BYTES;
+  int own = number * s.row_bytes + format::HEADER;
   // Lanes beyond the end of a window copy its last 16 bytes once more.
   int last = ds4q_least(lane * 16 + LAST, bytes - 16);
 
@@ -133,7 +133,7 @@ DS4Q_FN void ds4q_packed_rows(AT at, const ds4q_tables* tables, const ds4q_shape
         ds4q_codes codes[STREAMS];
         DS4Q_UNROLL
         for (int i = 0; i < STREAMS; i++) {
-          codes[i] = ds4q_read_block<DECODER>(memory.stage + i * window::BYTES + own, b);
+          codes[i] = ds4q_read_block<DECODER>(memory.stage + i * window::BYTES + own, tile, b);
         }
         ds4q_add_blocks<DECODER, STREAMS>(codes, tables, memory.x + tile * DS4Q_RUN + b * DS4Q_BLOCK,
                                           totals);

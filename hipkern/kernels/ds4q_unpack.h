@@ -6,6 +6,8 @@
 //   decoder                     block     scales                         levels
 //   1 F16, 2 F32, 16 BF16       64/128 B  none                           the weights themselves
 //   3 Q8F16                     34 B      f16 in bytes 0-1               int8 from byte 2 on
+//   19 MQ2G256Lloyd             8 B       none                           2 bits, through four f16
+//                                         in front of eight blocks; rotated (ds4q_fwht.h)
 //   21 HFP4G32                  17 B      E8M0 in byte 0; times the row's f16 header (16 bytes)
 //   100 / 101 ROCmFP4, Fast     18/17 B   UE4M3 in bytes 16, 17 / 16     nibbles j and j + 16
 //   102 / 358 ROCmFP6           26 B      UE4M3 in bytes 24, 25          6 bits; 358: code 32 = -32
@@ -137,7 +139,9 @@ DS4Q_FN void ds4q_int8(ds4q_u32 word, float* value) {
 // ---- formats -------------------------------------------------------------------------------------
 // A format tells: BLOCK_BYTES; HEADER bytes before a row's blocks; in a block CODE_BYTES from byte
 // CODES on, and SCALES scale bytes from byte SCALE on; HALVES, whether weights 0-15 and 16-31 are
-// summed apart, each with its scale; BOOKS; SIGNED_ZERO, whether a negative zero level is one.
+// summed apart, each with its scale; BOOKS; SIGNED_ZERO, whether a negative zero level is one;
+// HEAD bytes of levels in front of each group of eight blocks, which stand behind the codes' words,
+// and whose share BLOCK_BYTES includes; ROTATED, whether activations must be rotated.
 // `eight` gives eight levels: those of weights 8 c to 8 c + 7, or where SPLIT, of weights 4 c to
 // 4 c + 3 and 16 + 4 c to 19 + 4 c. `scale` gives the scale of half h, `factor` what a row's sum is
 // still to be multiplied with, from the row's first two bytes.
@@ -146,7 +150,9 @@ struct ds4q_format;
 
 struct ds4q_plain {  // what most formats have
   static constexpr int HEADER = 0, CODES = 0;
+  static constexpr int HEAD = 0;
   static constexpr bool HALVES = false, BOOKS = false, SIGNED_ZERO = true, SPLIT = false;
+  static constexpr bool ROTATED = false;
   static DS4Q_FN float factor(ds4q_u32 head) { return 1.0f; }
   static DS4Q_FN ds4q_tables tables(const ds4q_books* books) { return ds4q_tables{}; }
 };
@@ -203,6 +209,22 @@ struct ds4q_format<3> : ds4q_plain {  // Q8F16
                             int c, float* level) {
     ds4q_int8(codes[2 * c], level);
     ds4q_int8(codes[2 * c + 1], level + 4);
+  }
+};
+template <>
+struct ds4q_format<19> : ds4q_plain {  // MQ2G256Lloyd: words 2 and 3 hold the four levels
+  static constexpr int BLOCK_BYTES = 9, CODE_BYTES = 8, SCALE = 0, SCALES = 0, HEAD = 8;
+  static constexpr bool ROTATED = true;
+  static DS4Q_FN float scale(const ds4q_u32* bytes, const ds4q_tables& t, int h) { return 1.0f; }
+  static DS4Q_FN void eight(const ds4q_u32* codes, const ds4q_u32* bytes, const ds4q_tables& t,
+                            int c, float* level) {
+    ds4q_u32 low = ds4q_bytes(codes[2], codes[3], 0x6420);
+    ds4q_u32 high = ds4q_bytes(codes[2], codes[3], 0x7531);
+    DS4Q_UNROLL
+    for (int i = 0; i < 4; i++) {  // a code and 4 more give both bytes of its level
+      ds4q_u32 both = ((codes[c / 2] >> 2 * i) & 0x03030303u) * 0x11u + 0x40404040u;
+      ds4q_half_pair(ds4q_bytes(low, high, both >> c % 2 * 16), level + i, level + i + 4);
+    }
   }
 };
 template <>
@@ -344,17 +366,28 @@ DS4Q_FN int ds4q_place(int c, int i) {
   return ds4q_format<DECODER>::SPLIT ? 4 * c + 16 * i : 8 * c + 4 * i;
 }
 
+DS4Q_FN bool ds4q_is_rotated(int decoder) { return decoder == 19; }
+static_assert(ds4q_format<19>::ROTATED, "");
+
 struct ds4q_codes {  // a block in registers
   ds4q_u32 words[32], bytes[2];
 };
-// A block from any address.
+// Block `number` of a row at any address.
 template <int DECODER>
-DS4Q_FN ds4q_codes ds4q_load_block(const ds4q_u8* block) {
+DS4Q_FN ds4q_codes ds4q_load_block(const ds4q_u8* row, int number) {
   using format = ds4q_format<DECODER>;
   ds4q_codes codes;
-  ds4q_load_words<format::CODE_BYTES>(block + format::CODES, codes.words);
-  DS4Q_UNROLL
-  for (int i = 0; i < format::SCALES; i++) codes.bytes[i] = block[format::SCALE + i];
+  if constexpr (format::HEAD != 0) {
+    const ds4q_u8* group = row + (ds4q_u64)(number / 8) * (8 * format::BLOCK_BYTES);
+    ds4q_load_words<format::CODE_BYTES>(group + format::HEAD + number % 8 * format::CODE_BYTES,
+                                        codes.words);
+    ds4q_load_words<format::HEAD>(group, codes.words + format::CODE_BYTES / 4);
+  } else {
+    const ds4q_u8* block = row + format::HEADER + (ds4q_u64)number * format::BLOCK_BYTES;
+    ds4q_load_words<format::CODE_BYTES>(block + format::CODES, codes.words);
+    DS4Q_UNROLL
+    for (int i = 0; i < format::SCALES; i++) codes.bytes[i] = block[format::SCALE + i];
+  }
   return codes;
 }
 

@@ -12,9 +12,10 @@
 //   rows with the others of its slot. hidden [T][k + 1][width] = silu(min(g, limit)) *
 //   clamp(u, -limit, limit), zeros where there is no expert; slot k is the shared one, left alone if
 //   there is none. silu(g) = g / (1 + ds4q_exp(-g)).
+//   Matrices of a rotated type read `rotated`, what rotate.hip makes of x; else it may be anything.
 // moe_down: grid (ceil(d / 48), k + 1, T), block 192, LDS 47616 or 0. parts [T][k + 1][d]: the slots' downs
 //   times their weights, the shared expert's times 1; zeros where there is no expert.
-//   hyper.hip sums them.
+//   hyper.hip sums them. rotate.hip has been at the hidden rows of downs of a rotated type.
 //
 // Measured on an NVIDIA H200 (device copy 4.28 TB/s), top-6 of 256 experts, d 4096, width 2048, no
 // shared expert, graph replays over all experts: gate and up 26.9 us in HFP4G32 (47 % of the copy),
@@ -54,6 +55,7 @@ DS4Q_FN void moe_with_decoder(int decoder, ACT act) {
       case 2: return act(moe_constant<2>());
       case 3: return act(moe_constant<3>());
       case 16: return act(moe_constant<16>());
+      case 19: return act(moe_constant<19>());
       case 21: return act(moe_constant<21>());
       case 100: return act(moe_constant<100>());
       case 101: return act(moe_constant<101>());
@@ -137,14 +139,15 @@ DS4Q_FN void moe_hidden(const ds4q_matrix& gate, const ds4q_matrix& up, int firs
 
 DS4Q_KERNEL_OF(MOE_RESIDENT, moe_gate_up, DS4Q_THREADS,
                (const ds4q_matrix* experts, const ds4q_matrix* shared, const int* ids,
-                const float* x, float* hidden, float limit, int k, int tokens)) {
+                const float* x, const float* rotated, float* hidden, float limit, int k,
+                int tokens)) {
   DS4Q_SHARED(ds4q_u8, lds, DS4Q_SHARED_BYTES);
   int slot = (int)ds4q_block_y(), token = (int)ds4q_block_z();
   int width = experts->rows, id = slot < k ? ids[token * k + slot] : 0;
   if ((slot == k && !shared) || id < -1) return;
   moe_run run = moe_run_of(width);
   int first = run.first, rows = run.rows;
-  const float* from = x + (ds4q_u64)token * experts->cols;
+  ds4q_u64 row = (ds4q_u64)token * experts->cols;
   float* to = hidden + ((ds4q_u64)token * (k + 1) + slot) * width + first;
   if (id < 0) {
     int lane = (int)ds4q_lane();
@@ -153,7 +156,9 @@ DS4Q_KERNEL_OF(MOE_RESIDENT, moe_gate_up, DS4Q_THREADS,
   }
   const ds4q_matrix* trio = slot < k ? experts + 3 * (ds4q_u64)id : shared;
   auto hers = [&](auto decoder) {
-    moe_hidden<decltype(decoder)::value>(trio[0], trio[1], first, rows, from, to, limit, lds);
+    constexpr int DECODER = decltype(decoder)::value;
+    const float* from = (ds4q_format<DECODER>::ROTATED ? rotated : x) + row;
+    moe_hidden<DECODER>(trio[0], trio[1], first, rows, from, to, limit, lds);
   };
   if (DS4Q_GATE == DS4Q_SHARED_EXPERT || slot < k) {
     moe_with_decoder<DS4Q_GATE>(trio->decoder, hers);

@@ -17,6 +17,7 @@ from ds4q.artifact.types import (
     F16,
     F32,
     HFP4G32,
+    MQ2_LLOYD,
     Q8F16,
     ROCMFP2,
     ROCMFPX,
@@ -78,6 +79,10 @@ class Inputs:
             return self._plain(kind, rows, cols, wide)
         row_bytes = kind.row_bytes(cols)
         found = self.bytes(rows, row_bytes)
+        if kind is MQ2_LLOYD:
+            groups = found.reshape(rows, -1, kind.block_bytes)
+            groups[:, :, :8] = self._half_levels(groups.shape[:2], wide)
+            return found
         blocks = found[:, kind.row_header_bytes :].reshape(rows, cols // 32, kind.block_bytes)
         if kind is Q8F16:
             blocks[:, :, :2] = self._half_scales(blocks.shape[:2], wide)
@@ -109,6 +114,14 @@ class Inputs:
         """f16 scales >= 0 as bytes: all finite ones, or those from 2^-8 up to 2^-4."""
         bits = self.below(0x7C00, *shape) if wide else 0x1C00 + self.below(0x1000, *shape)
         return bits.astype("<u2")[..., None].view(np.uint8)
+
+    def _half_levels(self, shape: tuple[int, ...], wide: bool) -> U8:
+        """Four ascending f16 of either sign as bytes, in magnitude as the scales."""
+        magnitudes = self._half_scales((*shape, 4), wide).view("<i2")[..., 0]
+        ordered = np.sort(np.where(self.bytes(*shape, 4) & 1, -magnitudes - 1, magnitudes))
+        bits = np.where(ordered < 0, -ordered - 1, ordered).astype("<u2")
+        bits[ordered < 0] |= 0x8000
+        return bits.view(np.uint8)
 
     def _headers(self, rows: int, cols: int, wide: bool) -> U8:
         found = np.zeros((rows, HFP4G32.row_header_bytes), dtype=np.uint8)

@@ -19,6 +19,7 @@ from ds4q.artifact.types import (
     F16,
     F32,
     HFP4G32,
+    MQ2_LLOYD,
     Q8F16,
     ROCMFP2,
     ROCMFP2_MIX,
@@ -77,6 +78,7 @@ FORMATS = (
     Format("F32", F32),
     Format("Q8F16", Q8F16),
     Format("BF16", BF16),
+    Format("MQ2G256Lloyd", MQ2_LLOYD),
     Format("HFP4G32", HFP4G32),
     Format("ROCmFP4", ROCMFP4),
     Format("ROCmFP4Fast", ROCMFP4_FAST),
@@ -200,10 +202,12 @@ def _moe(label: str, decoder: int, forms: Sequence[Format]) -> list[Case]:
     def gate_up(rig: Rig) -> None:
         for rows, cols in shapes:
             routed, shared = _experts(rig, forms, rows, cols)
-            x = rig.put(rig.inputs.values(tokens, cols, scale=2.0**-5))
+            x = rotated = rig.put(rig.inputs.values(tokens, cols, scale=2.0**-5))
+            if any(form.decoder in matrix.ROTATED for form in forms):
+                rotated = rig.put(rig.inputs.values(tokens, cols, scale=2.0**-5))
             for hers in (shared, 0):
                 made = rig.output(4 * tokens * (CHOSEN + 1) * rows)
-                arguments = routed, hers, rig.put(ids), x, made, _LIMIT, CHOSEN, tokens
+                arguments = routed, hers, rig.put(ids), x, rotated, made, _LIMIT, CHOSEN, tokens
                 rig.launch(matrix.gate_up_grid(rows, CHOSEN, tokens), *arguments)
 
     def down(rig: Rig) -> None:
@@ -240,7 +244,7 @@ def _moe_bands() -> list[Case]:
         made = rig.output(4 * tokens * (CHOSEN + 1) * rows)
         x_blocks = matrix.gate_up_grid(rows, CHOSEN, tokens)[0]
         for at, slots in bands(rig):
-            arguments = routed, shared, at, x, made, _LIMIT, CHOSEN, tokens
+            arguments = routed, shared, at, x, x, made, _LIMIT, CHOSEN, tokens
             rig.launch((x_blocks, slots, tokens), *arguments)
 
     def down(rig: Rig) -> None:
@@ -259,6 +263,29 @@ def _moe_bands() -> list[Case]:
     ]
 
 
+def _rotate() -> list[Case]:
+    """Activations, and hidden rows of which one expert's down is of a rotated type."""
+    rotated = next(form for form in MULTIPLIED if form.decoder in matrix.ROTATED)
+    other = MULTIPLIED[0]
+
+    def rows(rig: Rig) -> None:
+        tokens, cols = 3, 768
+        x, made = rig.put(rig.inputs.values(tokens, cols)), rig.output(4 * tokens * cols)
+        rig.launch(matrix.rotate_grid(cols, tokens), x, made, cols)
+
+    def hidden(rig: Rig) -> None:
+        width, ids = 512, _ids(EXPERTS)
+        forms = [rotated if e % 2 else other for e in range(EXPERTS)]
+        routed, _ = _experts(rig, forms, 1, width)
+        _, shared = _experts(rig, [rotated], 1, width)
+        for hers in (shared, 0):
+            made = rig.inout(rig.inputs.values(len(ids), CHOSEN + 1, width))
+            grid = matrix.rotate_hidden_grid(width, CHOSEN, len(ids))
+            rig.launch(grid, routed, hers, rig.put(ids), made, width, CHOSEN)
+
+    return [Case("rotate.hip", "rotate", rows), Case("rotate.hip", "rotate_hidden", hidden)]
+
+
 def packed_cases() -> list[Case]:
     """Every kernel that reads packed weights, with every type or decoder."""
     made = [_decode(form, "decode_f32", 4) for form in FORMATS]
@@ -267,4 +294,4 @@ def packed_cases() -> list[Case]:
     made += [_linear(form, tokens) for tokens in (1, 9) for form in MULTIPLIED]
     for form in MULTIPLIED:
         made += _moe(form.label, form.decoder, [form] * EXPERTS)
-    return [*made, *_moe("any", ANY, MULTIPLIED), *_moe_bands()]
+    return [*made, *_moe("any", ANY, MULTIPLIED), *_moe_bands(), *_rotate()]

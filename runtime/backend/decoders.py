@@ -18,6 +18,7 @@ from ds4q.artifact.types import (
     F16,
     F32,
     HFP4G32,
+    MQ2_LLOYD,
     Q8F16,
     ROCMFP2,
     ROCMFP2_MIX,
@@ -35,6 +36,7 @@ from ds4q.runtime.backend.vectors import (
     FLOAT,
     I8,
     I16,
+    I32,
     I64,
     LANES,
     VECTOR,
@@ -56,7 +58,7 @@ STEP = 32  # columns that one decoder call gives
 # none. In a "paired" type the first vector holds the even columns and the second the odd ones. No
 # decoder reads a byte outside its block: a payload may end where memory does.
 Block = tuple[Any, Any, Any]
-Decoder = Callable[[Any, Cpu, Any, Any], Block]  # (builder, cpu, block, level table): addresses
+Decoder = Callable[[Any, Cpu, Any, Any], Block]  # (builder, cpu, block, levels): addresses
 
 
 def _doubled_e2m1(builder: Any, cpu: Cpu, nibbles: Any) -> Any:
@@ -283,21 +285,39 @@ def _rocmfp8_block(builder: Any, cpu: Cpu, at: Any, levels: Any) -> Block:
     return first, second, load(builder, _row(builder, levels, at, 32, 1), FLOAT, 4)
 
 
+def _mq2lloyd_block(builder: Any, cpu: Cpu, at: Any, levels: Any) -> Block:
+    """The block is a step's codes; ``levels`` are the four f16 that begin its group."""
+    halves = load(builder, levels, ir.VectorType(I16, 4))
+    repeated = pick(builder, halves, [i % 4 for i in range(LANES)])
+    wide = half_to_float(builder, cpu, repeated)
+    if cpu.permute:
+        table = [wide]
+    elif cpu.octets:
+        table = [pick(builder, wide, list(range(8)))]
+    else:
+        table = [broadcast(builder, builder.extract_element(wide, I32(i))) for i in range(4)]
+    first, second = (_look_up(builder, cpu, table, half) for half in _two_bit_codes(builder, at))
+    return first, second, None
+
+
 class Format(NamedTuple):
     """How the kernels read one tensor type.
 
     ``split``: the two vectors of a step are summed apart, one operation less. Not for older types,
-    whose results would change in the last bit.
+    whose results would change in the last bit. ``head_bytes``: levels in front of each block, which
+    is several steps long. ``rotated``: the weights are, so that activations must be.
     """
 
     kind: TensorType
     block: Decoder
     paired: bool = False
     split: bool = False
+    head_bytes: int = 0
+    rotated: bool = False
 
     @property
     def step_bytes(self) -> int:
-        return self.kind.block_bytes * STEP // self.kind.block
+        return (self.kind.block_bytes - self.head_bytes) * STEP // self.kind.block
 
 
 _three_bit = _table_block(8, _three_bit_codes, (12, 13))
@@ -319,4 +339,5 @@ FORMATS = {
     ROCMFP2_MIX.id: Format(ROCMFP2_MIX, _two_bit, split=True),
     ROCMFP2.id: Format(ROCMFP2, _two_bit, split=True),
     AFFINE: Format(ROCMFP2, _affine_block, split=True),
+    MQ2_LLOYD.id: Format(MQ2_LLOYD, _mq2lloyd_block, split=True, head_bytes=8, rotated=True),
 }

@@ -11,6 +11,8 @@ operations for one (row, token) is the same for any number of tokens, rows and t
     split:  a = a + w0 * x0 and b = b + w1 * x1       likewise, then acc = a + b
     row:    the 16 lanes folded 16 -> 8 -> 4 -> 2 -> 1, times the row scale where there is one
 
+Where a type's weights are rotated, activations are rotated first, each row by itself.
+
 Kernels take addresses, so experts stay where they are; the caller guarantees every bound.
 """
 
@@ -26,6 +28,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ds4q.artifact.fastpath import jit
+from ds4q.artifact.formats import _fwht
 from ds4q.runtime.backend.decoders import FORMATS, STEP, Decoder, Format
 from ds4q.runtime.backend.vectors import (
     FLOAT,
@@ -56,6 +59,7 @@ ZERO: Any = np.int64(0)  # numba would compile a kernel once more for a literal 
 PREFETCH_BYTES = 4352  # beyond the page that is being read, where hardware prefetchers stop
 
 _PAIRED = tuple(number for number, form in FORMATS.items() if form.paired)
+_ROTATED = tuple(number for number, form in FORMATS.items() if form.rotated)
 
 
 def _emit_tile(
@@ -77,10 +81,10 @@ def _emit_tile(
     def add(to: Any, a: Any, b: Any) -> None:
         builder.store(multiply_add(builder, a, b, builder.load(to)), to)
 
-    def step(sources: list[Any], number: Any) -> None:
+    def step(sources: list[Any], number: Any, tables: list[Any]) -> None:
         blocks = []
-        for at in sources:
-            w0, w1, scale = form.block(builder, cpu, at, levels)
+        for at, table in zip(sources, tables, strict=True):
+            w0, w1, scale = form.block(builder, cpu, at, table)
             blocks.append((w0, w1, None if scale is None else broadcast(builder, scale)))
         for t, x in enumerate(xs):
             at = builder.add(x, builder.mul(number, I64(STEP * 4)))
@@ -100,21 +104,32 @@ def _emit_tile(
 
     firsts = [offset(builder, row, form.kind.row_header_bytes) for row in rows]
     nbytes = offset(builder, row_bytes, -form.kind.row_header_bytes)
-    steps = builder.udiv(nbytes, I64(form.step_bytes))
+    stride = form.kind.block_bytes if form.head_bytes else form.step_bytes
+    steps = builder.udiv(nbytes, I64(stride))
     # Rows of a tile are read side by side: what comes next lies beyond the last of them.
     ahead = offset(builder, builder.mul(row_bytes, I64(len(rows) - 1)), PREFETCH_BYTES)
     with cgutils.for_range(builder, steps) as loop:
-        done = builder.mul(loop.index, I64(form.step_bytes))
+        done = builder.mul(loop.index, I64(stride))
         sources = [builder.add(first, done) for first in firsts]
         for at in sources:
             prefetch(builder, builder.add(at, ahead))
-        step(sources, loop.index)
+        if form.head_bytes:
+            per_block = I64(form.kind.block // STEP)
+            with cgutils.for_range(builder, per_block) as inner:
+                into = offset(
+                    builder, builder.mul(inner.index, I64(form.step_bytes)), form.head_bytes
+                )
+                number = builder.add(builder.mul(loop.index, per_block), inner.index)
+                step([builder.add(at, into) for at in sources], number, sources)
+        else:
+            step(sources, loop.index, [levels] * len(rows))
     if form.kind.block < STEP:
         done = builder.mul(steps, I64(form.step_bytes))
         rest = builder.sub(nbytes, done)
         with builder.if_then(builder.icmp_unsigned("!=", rest, I64(0)), likely=False):
             sources = [builder.add(first, done) for first in firsts]
-            step([_padded(builder, at, rest, form.step_bytes) for at in sources], steps)
+            padded = [_padded(builder, at, rest, form.step_bytes) for at in sources]
+            step(padded, steps, [levels] * len(rows))
 
     results = []
     for totals in sums:
@@ -221,17 +236,29 @@ def _ordered(x: Array, paired: bool) -> Array:
 
 
 @jit
-def spread(x: Array, matrices: Array) -> tuple[Array, Array]:
-    """Activations (T, K) f32 as they come, and paired; no rows in an order that none needs."""
-    pairs = 0
+def _rotated(x: Array) -> Array:
+    """Activations in their order, rotated as weights are; K is whole groups."""
+    out = _ordered(x, False)
+    for t in range(len(out)):
+        _fwht.transform_fast(out[t].reshape(-1, _fwht.GROUP), _fwht.BEFORE, _fwht.AFTER)
+    return out
+
+
+@jit
+def spread(x: Array, matrices: Array) -> tuple[Array, Array, Array]:
+    """Activations (T, K) f32 as they come, paired, and rotated; no rows that none needs."""
+    pairs, turns = 0, 0
     for e in range(len(matrices)):
         pairs += matrices[e, 2] in _PAIRED
-    natural, paired = x[:0], x[:0]
-    if pairs < len(matrices):
+        turns += matrices[e, 2] in _ROTATED
+    natural, paired, rotated = x[:0], x[:0], x[:0]
+    if pairs + turns < len(matrices):
         natural = _ordered(x, False)
     if pairs > 0:
         paired = _ordered(x, True)
-    return natural, paired
+    if turns > 0:
+        rotated = _rotated(x)
+    return natural, paired, rotated
 
 
 @jit
@@ -243,19 +270,24 @@ def multiply_rows(
     lo: int,
     hi: int,
     rows: int,
-    xs: tuple[Array, Array],
+    xs: tuple[Array, Array, Array],
     out: Array,
 ) -> None:
     """Products of the rows numbered ``lo`` to ``hi`` with every activation of their matrix.
 
     ``xs`` comes from ``spread`` with these matrices.
     """
-    x_bytes = 4 * max(xs[0].shape[1], xs[1].shape[1])
+    natural, paired, rotated = xs
+    x_bytes = 4 * max(natural.shape[1], paired.shape[1], rotated.shape[1])
     at = lo
     while at < hi:
         e = at // rows
         address, levels, decoder, row_bytes = matrices[e]
-        x = np.int64(xs[1].ctypes.data) if decoder in _PAIRED else np.int64(xs[0].ctypes.data)
+        x = np.int64(natural.ctypes.data)
+        if decoder in _PAIRED:
+            x = np.int64(paired.ctypes.data)
+        elif decoder in _ROTATED:
+            x = np.int64(rotated.ctypes.data)
         first = at - e * rows
         last = min(rows, first + hi - at, first + ROW_TILE)
         pairs = first + (last - first) // ROWS * ROWS

@@ -16,7 +16,7 @@ from ds4q.runtime.backend.hip import Launch, Shown
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.block import StepBlock
 from ds4q.runtime.device.layout import Place
-from ds4q.runtime.device.linear import Job, linear, linear_groups
+from ds4q.runtime.device.linear import Job, Rotation, linear, linear_groups
 from ds4q.runtime.device.model import HyperWeights, LayerWeights
 from ds4q.runtime.device.scratch import KEYS, Scratch, chunks_of
 from ds4q.runtime.device.weights import DeviceSource, Matrix
@@ -52,21 +52,25 @@ class LayerProgram:
             first.append(Job(own.gates, s.normed, d, s.index_gates))
             first.append(Job(w.indexer.weights, s.normed, d, s.index_weights))
             second.append(Job(w.indexer.query, s.query_low, low, s.index_query))
-        self._first = linear_groups(source, first)
-        self._second = linear_groups(source, second)
+        self._first = linear_groups(source, first, s)
+        self._second = linear_groups(source, second, s)
         ranks, heads = c.o_groups * c.o_lora_rank, c.num_attention_heads * c.head_dim
         grouped = [
             Job(part, s.attended, heads, s.low, g * part.cols, g * part.rows, ranks)
             for g, part in enumerate(w.out_low)
         ]
-        self._out_low = linear_groups(source, grouped)
-        self._out = linear_groups(source, [Job(w.out, s.low, ranks, s.y)])
-        self._gate = linear_groups(source, [Job(w.gate, s.normed, d, s.router)])
+        self._out_low = linear_groups(source, grouped, s)
+        self._out = linear_groups(source, [Job(w.out, s.low, ranks, s.y)], s)
+        self._gate = linear_groups(source, [Job(w.gate, s.normed, d, s.router)], s)
         self._matrices = matrices = [part for expert in w.experts for part in expert]
         self._experts = source.table(
             packing.MATRIX_BYTES * len(matrices), partial(_packed, matrices)
         )
         self._shared = source.table(packing.MATRIX_BYTES * 3, partial(_packed, w.shared))
+        every = matrices + w.shared
+        rotated = _has_rotated(every[0::3] + every[1::3])
+        self._rotation = Rotation(s.normed, s.rotated, d) if rotated else None
+        self._rotates_hidden = _has_rotated(every[2::3])
         gate, down = _one_decoder(matrices[0::3] + matrices[1::3]), _one_decoder(matrices[2::3])
         if not gate or not down:  # one build for all mixed layers, not one for each combination
             gate = down = 0
@@ -158,6 +162,8 @@ class LayerProgram:
         yield self._mix(w.around_experts, tokens, s.y, 1)
         yield self._collapse(w.around_experts, tokens, "ffn", traced)
         yield from linear(self._gate, tokens)
+        if self._rotation is not None:  # once, however many bands of experts multiply it
+            yield self._rotation.launch(tokens)
         yield self._route(block, tokens, traced)
 
     def _mix(
@@ -353,6 +359,7 @@ class LayerProgram:
                 self._shared.address,
                 ids.address,
                 s.normed.address,
+                (s.normed if self._rotation is None else self._rotation.to).address,
                 s.hidden.address,
                 c.swiglu_limit,
                 k,
@@ -360,6 +367,21 @@ class LayerProgram:
             ),
             self._moe,
         )
+        if self._rotates_hidden:
+            width = c.moe_intermediate_size
+            yield Launch(
+                "rotate.hip",
+                "rotate_hidden",
+                (packing.rotate_hidden_grid(width, k, tokens)[0], slots, tokens),
+                (
+                    self._experts.address,
+                    self._shared.address,
+                    ids.address,
+                    s.hidden.address,
+                    width,
+                    k,
+                ),
+            )
         yield Launch(
             "moe.hip",
             "moe_down",
@@ -396,6 +418,10 @@ class LayerProgram:
 
 def _packed(matrices: Sequence[Matrix]) -> bytes:
     return b"".join(matrix.packed() for matrix in matrices)
+
+
+def _has_rotated(matrices: Sequence[Matrix]) -> bool:
+    return any(matrix.decoder in packing.ROTATED for matrix in matrices)
 
 
 def _one_decoder(matrices: Sequence[Matrix]) -> int:

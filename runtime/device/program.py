@@ -49,7 +49,7 @@ class Program:
         ]
         self._embedding = source.table(packing.MATRIX_BYTES, weights.embedding.packed)
         d = config.hidden_size
-        self._head = linear_groups(source, [Job(weights.head, s.normed, d, s.logits)])
+        self._head = linear_groups(source, [Job(weights.head, s.normed, d, s.logits)], s)
 
     def decode(self, block: StepBlock, *, traced: bool = False) -> list[Launch]:
         """A step of one token anywhere in a sequence, its logits and the id of the largest."""

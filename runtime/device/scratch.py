@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from ds4q.runtime.config import ModelConfig
-from ds4q.runtime.device.layout import Layout
+from ds4q.runtime.device.layout import Layout, Place
 
 HEAD_TOKENS = 16  # whose logits are held at a time
 KEYS = 16  # of a chunk of attention
@@ -17,6 +19,7 @@ class Scratch:
     """Places of everything that a step computes, for steps of at most ``batch`` tokens."""
 
     def __init__(self, layout: Layout, c: ModelConfig, batch: int, context: int) -> None:
+        self._layout = layout
         d, heads, k = c.hidden_size, c.num_attention_heads, c.num_experts_per_tok
         floats = layout.floats
         columns = 2 * c.head_dim
@@ -51,8 +54,15 @@ class Scratch:
         self.id = layout.reserve(4)
         self.chunk_bytes = 4 * heads * (c.head_dim + 4)
         most = max(chunks_of(c, ratio, context) for ratio in c.compress_ratios)
+        widest = max(d, c.q_lora_rank, heads * c.head_dim, c.o_groups * c.o_lora_rank)
+        self._rotated_bytes = 4 * batch * widest
         self.partial = layout.reserve(_held(batch, most * self.chunk_bytes))
         self.scores = layout.reserve(_held(batch, 4 * max(1, context // 4)))
+
+    @cached_property
+    def rotated(self) -> Place:
+        """Of rotated activations, whichever a matrix multiplies; reserved where one needs it."""
+        return self._layout.reserve(self._rotated_bytes)
 
 
 def _held(batch: int, token_bytes: int) -> int:

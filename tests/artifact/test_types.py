@@ -20,6 +20,7 @@ from ds4q.artifact.types import (
     F32,
     HFP4G32,
     MIXED,
+    MQ2_LLOYD,
     Q8F16,
     RAW,
     RESERVED_IDS,
@@ -114,7 +115,16 @@ def test_table_holds_the_register_and_nothing_else() -> None:
 
 
 def test_named_constants() -> None:
-    constants = {F16: 1, F32: 2, Q8F16: 3, BF16: 16, HFP4G32: 21, TIDI32: 22, RAW: 120}
+    constants = {
+        F16: 1,
+        F32: 2,
+        Q8F16: 3,
+        BF16: 16,
+        MQ2_LLOYD: 19,
+        HFP4G32: 21,
+        TIDI32: 22,
+        RAW: 120,
+    }
     constants |= {kind: 100 + n for n, kind in enumerate(ROCMFPX)}
     assert [kind.id for kind in MIXED] == [105, 106]
     assert {kind: kind.id for kind in constants} == constants
@@ -144,7 +154,7 @@ def test_unknown_number(number: int) -> None:
 
 @pytest.mark.parametrize("number", [n for n, _ in NUMBERED])
 def test_decodable_exactly_where_there_is_a_codec(number: int) -> None:
-    if number in (1, 2, 3, 16, 21, 22) or number >= 100:
+    if number in (1, 2, 3, 16, 19, 21, 22) or number >= 100:
         assert decodable(number) is TYPES[number]
         assert codec_for(number, CODINGS.get(number)).type is TYPES[number]
     else:

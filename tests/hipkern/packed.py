@@ -10,7 +10,9 @@ import numpy.typing as npt
 import pytest
 
 from ds4q.artifact.formats import Coding, MixRow, codec_for
+from ds4q.artifact.formats._fwht import rotate
 from ds4q.artifact.formats.hfp4g32 import row_header
+from ds4q.artifact.formats.mq2lloyd import stored_values
 from ds4q.artifact.types import TYPES
 from ds4q.hipkern import matrix
 from ds4q.hipkern.driver import Device
@@ -45,6 +47,7 @@ FORMS = {
     "F32": Form(2),
     "BF16": Form(16),
     "Q8F16": Form(3),
+    "MQ2G256Lloyd": Form(19),
     "HFP4G32": Form(21),
     "ROCmFP4": Form(100),
     "ROCmFP4Fast": Form(101),
@@ -63,8 +66,8 @@ FORMS = {
 }
 WIDE = (1, 2, 16)
 ONE_EACH = [  # a form for each decoder
-    "F16", "F32", "BF16", "Q8F16", "HFP4G32", "ROCmFP4", "ROCmFP4Fast", "ROCmFP6-zero",
-    "ROCmFP6-neg32", "ROCmFP8", "ROCmFP3Mix-1", "ROCmFP2Mix-1", "ROCmFP2-affine",
+    "F16", "F32", "BF16", "Q8F16", "MQ2G256Lloyd", "HFP4G32", "ROCmFP4", "ROCmFP4Fast",
+    "ROCmFP6-zero", "ROCmFP6-neg32", "ROCmFP8", "ROCmFP3Mix-1", "ROCmFP2Mix-1", "ROCmFP2-affine",
 ]  # fmt: skip
 
 
@@ -81,6 +84,12 @@ def payload(form: Form, rows: int, cols: int, rng: np.random.Generator, edges: b
         values = rng.standard_normal(rows * cols).astype(np.float32)
         return codec_for(form.type_id).encode(values)
     data = rng.integers(0, 256, (rows, kind.row_bytes(cols)), dtype=np.uint8)
+    if form.type_id == 19:
+        groups = data.reshape(rows, -1, kind.block_bytes)
+        scale = 2.0 ** rng.uniform(*((-14, 13) if edges else (-1, 1)), (*groups.shape[:2], 1))
+        levels = np.sort(rng.standard_normal((*groups.shape[:2], 4)) * scale).astype("<f2")
+        groups[:, :, :8] = levels.view(np.uint8)
+        return data.reshape(-1)
     blocks = data[:, kind.row_header_bytes :].reshape(rows, -1, kind.block_bytes)
     shape = blocks.shape[:2]
     if form.type_id == 21:
@@ -106,6 +115,18 @@ def values_of(form: Form, data: U8, rows: int, cols: int) -> F32:
     """What the CPU codec says, f32 (rows, cols)."""
     values: F32 = codec_for(form.type_id, form.coding).decode(data, (rows, cols))
     return values
+
+
+def multiplied(form: Form, data: U8, rows: int, cols: int) -> F32:
+    """What products take, f32 (rows, cols): as ``values_of``, but rotated as they are stored."""
+    if form.decoder in matrix.ROTATED:
+        return stored_values(data.reshape(-1, TYPES[form.type_id].block_bytes)).reshape(rows, cols)
+    return values_of(form, data, rows, cols)
+
+
+def turned(form: Form, x: F32) -> F32:
+    """Activations as products take them."""
+    return rotate(x) if form.decoder in matrix.ROTATED else x
 
 
 class Rig:

@@ -18,6 +18,7 @@ from tests.hipkern.packed import (
     bound,
     columns,
     dot_steps,
+    multiplied,
     payload,
     rig,
     values_of,
@@ -28,6 +29,7 @@ __all__ = ["rig"]  # a fixture
 # Columns: one block, tails of one and three blocks, all lanes and one more block. Then shapes that
 # are streamed: 8, 4, 2 and 1 rows of a window, one part, two; also with rows left over.
 SHAPES = ((5, 32), (33, 96), (9, 160), (3, 2048 + 32), (2, 4096 + 96))
+MOVED = ("HFP4G32", "Q8F16", "MQ2G256Lloyd", "ROCmFP3Mix-1", "ROCmFP2Mix-1")
 STREAMED = ((100, 512), (53, 1024), (27, 2048), (19, 4096), (13, 8192))
 
 
@@ -57,7 +59,7 @@ def _multiply(
 
 def _check(form: Form, data: U8, rows: int, x: F32, found: F32) -> None:
     cols = x.shape[1]
-    w = values_of(form, data, rows, cols).astype(np.float64)
+    w = multiplied(form, data, rows, cols).astype(np.float64)
     magnitude = np.abs(x.astype(np.float64)) @ np.abs(w).T
     error = np.abs(found - x.astype(np.float64) @ w.T)
     assert (error <= bound(dot_steps(form, cols), magnitude)).all(), (error / magnitude).max()
@@ -100,7 +102,7 @@ def _same_bits(
         np.testing.assert_array_equal(found, alone[:tokens])
 
 
-@pytest.mark.parametrize("name", ["HFP4G32", "Q8F16", "ROCmFP3Mix-1", "ROCmFP2Mix-1"])
+@pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("asked", [512, 2048, 8192])
 def test_bits_do_not_depend_on_where_a_matrix_lies(rig: Rig, name: str, asked: int) -> None:
     """Aligned rows are copied 16 bytes at a time; a matrix cut out of another begins anywhere."""

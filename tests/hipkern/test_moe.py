@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from ds4q.artifact.formats._fwht import rotate
 from ds4q.hipkern import matrix
 from tests.hipkern.packed import (
     F32,
@@ -16,9 +17,12 @@ from tests.hipkern.packed import (
     Form,
     Rig,
     bound,
+    columns,
     dot_steps,
+    multiplied,
     payload,
     rig,
+    turned,
     values_of,
 )
 
@@ -66,17 +70,24 @@ def _run(
     at = rig.put(ids.astype(np.int32))
     gate, down, common = decoders
     defines = {"DS4Q_GATE": gate, "DS4Q_DOWN": down, "DS4Q_SHARED_EXPERT": common}
+    every = [*experts, shared] if shared else experts
+    turns = any(form.decoder in matrix.ROTATED for form, _ in every)
+    rotated = rig.put(rotate(x)) if turns else 0
     rig.run(
         "moe.hip", "moe_gate_up", matrix.gate_up_grid(width, k, tokens),
-        table, third, at, rig.put(x), hidden, LIMIT, k, tokens, **defines,
+        table, third, at, rig.put(x), rotated, hidden, LIMIT, k, tokens, **defines,
     )  # fmt: skip
+    made = rig.get(hidden, (tokens, k + 1, width))
+    if turns:
+        grid = matrix.rotate_hidden_grid(width, k, tokens)
+        rig.run("rotate.hip", "rotate_hidden", grid, table, third, at, hidden, width, k)
     rig.run(
         "moe.hip", "moe_down", matrix.down_grid(d, k, tokens),
         table, third, at, rig.put(weights), hidden, parts, k, tokens, **defines,
     )  # fmt: skip
     rig.run("hyper.hip", "hc_sum", matrix.sum_grid(d, tokens), parts, routed, out, k + 1, d)
     return (
-        rig.get(hidden, (tokens, k + 1, width)),
+        made,
         rig.get(routed, (tokens, d)),
         rig.get(out, (tokens, d)),
     )
@@ -102,13 +113,14 @@ def _check(
                 continue
             form, trio = experts[ids[t, j]] if j < k else shared  # type: ignore[misc]
             g, u, w = (
-                values_of(form, data, *shape).astype(np.float64)
+                multiplied(form, data, *shape).astype(np.float64)
                 for data, shape in zip(trio, ((width, d), (width, d), (d, width)), strict=True)
             )
-            _check_hidden(form, g, u, x[t].astype(np.float64), hidden[t, j])
+            _check_hidden(form, g, u, turned(form, x[t]).astype(np.float64), hidden[t, j])
             share = float(weights[t, j]) if j < k else 1.0
-            total += share * (w @ hidden[t, j])
-            magnitude += abs(share) * (np.abs(w) @ np.abs(hidden[t, j]))
+            read = turned(form, found[0][t, j]).astype(np.float64)
+            total += share * (w @ read)
+            magnitude += abs(share) * (np.abs(w) @ np.abs(read))
             steps = max(steps, dot_steps(form, width))
             if j == k - 1:
                 limit = bound(steps + k + 2, magnitude)
@@ -130,23 +142,28 @@ def _check_hidden(
     assert (np.abs(found - silu * up) <= error).all()
 
 
-@pytest.mark.parametrize("names", [("HFP4G32", "BF16"), ("ROCmFP2Mix-1", "Q8F16")])
+@pytest.mark.parametrize(
+    "names", [("HFP4G32", "BF16"), ("ROCmFP2Mix-1", "Q8F16"), ("MQ2G256Lloyd", "Q8F16")]
+)
 def test_chosen_experts_and_the_shared_one_are_within_the_bound(
     rig: Rig, names: tuple[str, str]
 ) -> None:
     rng = np.random.default_rng(8)
     routed, common = FORMS[names[0]], FORMS[names[1]]
-    experts = [_expert(routed, rng) for _ in range(3)]
-    shared = _expert(common, rng)
+    width = columns(routed, WIDTH)
+    experts = [_expert(routed, rng, width=width) for _ in range(3)]
+    shared = _expert(common, rng, width=width)
     ids = np.array([[2, 0], [1, -1]])
     weights = rng.uniform(0.1, 1, ids.shape).astype(np.float32)
     x = (rng.standard_normal((2, D)) * 0.1).astype(np.float32)
     decoders = (routed.decoder, routed.decoder, common.decoder)
-    found = _run(rig, experts, shared, ids, weights, x, decoders)
+    found = _run(rig, experts, shared, ids, weights, x, decoders, width)
     _check(experts, shared, ids, weights, x, found)
 
 
-@pytest.mark.parametrize("name", ["HFP4G32", "ROCmFP3Mix-1", "ROCmFP2Mix-1", "Q8F16", "BF16"])
+@pytest.mark.parametrize(
+    "name", ["HFP4G32", "MQ2G256Lloyd", "ROCmFP3Mix-1", "ROCmFP2Mix-1", "Q8F16", "BF16"]
+)
 @pytest.mark.parametrize("shape", [(2048, 1024), (4096, 2048)])
 def test_streamed_experts_are_within_the_bound(rig: Rig, name: str, shape: tuple[int, int]) -> None:
     """Shapes that blocks stream; the same as a mixed layer, whose kernels ask each matrix."""
@@ -220,7 +237,7 @@ def test_launches_for_bands_of_experts_give_the_bits_of_one_launch(rig: Rig) -> 
         for band, slots in bands:
             at = rig.put(band)
             grid = matrix.gate_up_grid(WIDTH, k, tokens)[0], slots, tokens
-            arguments = table, third, at, x, hidden, LIMIT, k, tokens
+            arguments = table, third, at, x, x, hidden, LIMIT, k, tokens
             rig.run("moe.hip", "moe_gate_up", grid, *arguments, **defines)
             grid = matrix.down_grid(D, k, tokens)[0], slots, tokens
             arguments = table, third, at, weights, hidden, parts, k, tokens
@@ -325,7 +342,7 @@ def _indexed(
     at, hidden = rig.put(ids.astype(np.int32)), rig.room((tokens, slots + 1, 4))
     rig.run(
         "moe.hip", "moe_gate_up", matrix.gate_up_grid(4, slots, tokens),
-        table, 0, at, rig.put(x.astype(np.float32)), hidden, 1e30, slots, tokens, **defines,
+        table, 0, at, rig.put(x.astype(np.float32)), 0, hidden, 1e30, slots, tokens, **defines,
     )  # fmt: skip
     inputs = np.zeros((tokens, slots + 1, k), np.float32)
     inputs[:, :slots] = down_x.reshape(tokens, slots, k)

@@ -16,6 +16,7 @@ from ds4q.artifact.types import (
     F16,
     F32,
     HFP4G32,
+    MQ2_LLOYD,
     Q8F16,
     ROCMFP2,
     ROCMFP2_MIX,
@@ -60,7 +61,7 @@ LOSSY: tuple[Kind, ...] = (
     (ROCMFP2, "s40"),
     (ROCMFP2, "sign"),
 )
-KINDS: tuple[Kind, ...] = (HFP4G32, Q8F16, BF16, F16, F32, *LOSSY)
+KINDS: tuple[Kind, ...] = (HFP4G32, Q8F16, BF16, F16, F32, MQ2_LLOYD, *LOSSY)
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -97,6 +98,30 @@ def q8f16(codes: Array, scales: Array) -> tuple[Weight, Array]:
     data[:, :, 2:] = codes.view(np.uint8).reshape(m, k // 32, 32)
     values = codes * np.repeat(scales.astype(np.float64), 32, axis=1)
     return Weight(Q8F16.id, m, k, data.reshape(-1)), values
+
+
+def signs(seed: int) -> Array:
+    """Of the rotation of MQ2G256Lloyd, f64 (256,)."""
+    bits = []
+    for _ in range(256):
+        seed = (1103515245 * seed + 12345) & 0x7FFFFFFF
+        bits.append(seed >> 16 & 1)
+    return 2.0 * np.array(bits) - 1
+
+
+def mq2lloyd(levels: Array, codes: Array) -> tuple[Weight, Array]:
+    """Of levels f16 (M, K/256, 4) and codes u8 (M, K)."""
+    m, k = codes.shape
+    data = np.zeros((m, k // 256, 72), dtype=np.uint8)
+    data[:, :, :8] = levels.astype("<f2").view(np.uint8).reshape(m, -1, 8)
+    each = codes.reshape(m, k // 256, 64, 4)
+    data[:, :, 8:] = sum(each[..., i] << 2 * i for i in range(4))
+    stored = np.take_along_axis(levels.astype(np.float64), codes.reshape(m, -1, 256), axis=2)
+    hadamard = np.ones((1, 1))
+    for _ in range(8):
+        hadamard = np.kron([[1, 1], [1, -1]], hadamard)
+    values = (stored * signs(1042)) @ hadamard / 16 * signs(42)
+    return Weight(MQ2_LLOYD.id, m, k, data.reshape(-1)), values.reshape(m, k)
 
 
 def plain(kind: TensorType, words: Array) -> tuple[Weight, Array]:
@@ -201,6 +226,9 @@ def draw(kind: Kind, rows: int, cols: int, seed: int) -> tuple[Weight, Array]:
     if table is Q8F16:
         codes = rng.integers(-128, 128, (rows, cols), dtype=np.int8)
         return q8f16(codes, rng.uniform(0.001, 0.1, (rows, cols // 32)).astype(np.float16))
+    if table is MQ2_LLOYD:
+        levels = np.sort(rng.standard_normal((rows, cols // 256, 4)), axis=2).astype(np.float16)
+        return mq2lloyd(levels, rng.integers(0, 4, (rows, cols), dtype=np.uint8))
     values = rng.standard_normal((rows, cols)).astype(np.float32)
     if table is F16:
         return plain(table, values.astype(np.float16).view(np.uint16))

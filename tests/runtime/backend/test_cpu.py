@@ -105,7 +105,7 @@ def test_linear_does_not_depend_on_threads(
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["one type", "mixed types"])
 def test_each_slot_is_its_expert_alone(path: str, mixed: bool) -> None:
-    experts = draw_mixed(128, 256) if mixed else draw_experts(5, 128, 256)
+    experts = draw_mixed(256, 256) if mixed else draw_experts(5, 128, 256)
     x, ids = packs.activations(7, 256), draw_ids(7, 3, len(experts))
     backend = CpuBackend(1)
     found = backend.experts(x, ids, experts, LIMIT)
@@ -146,7 +146,7 @@ def test_experts_agree_with_the_numpy_path(
 def test_experts_do_not_depend_on_tokens_or_threads(
     fast: None, mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = draw_mixed(128, 256) if mixed else draw_experts(6, 128, 256)
+    experts = draw_mixed(256, 256) if mixed else draw_experts(6, 128, 256)
     x, ids = packs.activations(9, 256), draw_ids(9, 4, len(experts))
     one = CpuBackend(1)
     together = one.experts(x, ids, experts, LIMIT)
@@ -285,8 +285,8 @@ def test_every_kind_of_call_shares_one_compiled_kernel(
 ) -> None:
     """A second specialisation would be compiled for seconds in the middle of a run."""
     monkeypatch.setattr(workers, "SHARED_BYTES", 0)
-    experts = draw_mixed(128, 128)
-    x = packs.activations(4, 128)
+    experts = draw_mixed(256, 256)
+    x = packs.activations(4, 256)
     frozen = x.copy()
     frozen.setflags(write=False)
     expected = CpuBackend(1).linear(experts[0].gate, x)

@@ -17,7 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4q.artifact.types import BF16, F16, F32, HFP4G32, ROCMFP3, ROCMFP4_FAST, ROCMFP8, TensorType
+from ds4q.artifact.formats._fwht import rotate
+from ds4q.artifact.types import (
+    BF16,
+    F16,
+    F32,
+    HFP4G32,
+    MQ2_LLOYD,
+    ROCMFP3,
+    ROCMFP4_FAST,
+    ROCMFP8,
+    TensorType,
+)
 from ds4q.runtime.backend import Weight, kernels, reference
 from tests.checks import same_bits
 from tests.runtime.backend import packs
@@ -179,12 +190,16 @@ def test_spread_activations_begin_on_a_cache_line(columns: int) -> None:
     padded = np.pad(x, ((0, 0), (0, -columns % 32)))
     paired = padded.reshape(3, -1, 16, 2).transpose(0, 1, 3, 2).reshape(padded.shape)
     none = x[:0]
-    for kinds, expected in (
-        ([HFP4G32, BF16], (none, paired)),
-        ([F32], (padded, none)),
-        ([F32, BF16], (padded, paired)),
-        ([ROCMFP3, HFP4G32, F32], (padded, paired)),
-    ):
+    cases: list[tuple[list[TensorType], tuple[Array, Array, Array]]] = [
+        ([HFP4G32, BF16], (none, paired, none)),
+        ([F32], (padded, none, none)),
+        ([F32, BF16], (padded, paired, none)),
+        ([ROCMFP3, HFP4G32, F32], (padded, paired, none)),
+    ]
+    if columns == 4096:
+        cases.append(([MQ2_LLOYD, MQ2_LLOYD], (none, none, rotate(x))))
+        cases.append(([MQ2_LLOYD, F32, BF16], (padded, paired, rotate(x))))
+    for kinds, expected in cases:
         matrices = np.array([(0, 0, kind.id, 0) for kind in kinds])
         for found, order in zip(kernels.spread(x, matrices), expected, strict=True):
             assert found.ctypes.data % 64 == 0 or not len(found)
