@@ -280,3 +280,28 @@ def test_a_commit_without_such_files_is_not_held_up(repository: Path) -> None:
     done = pre_commit("run", cwd=repository)
     assert done.returncode == 0
     assert "no files to check" in done.stdout
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_shows_the_example_as_it_is() -> None:
+    page = (ROOT / "docs" / "ci.md").read_text("utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert (ROOT / "examples" / "ci" / "validate.yml").read_text("utf-8") in blocks
+    assert f"in {len(WAYS)} ways" in page
+
+
+def test_the_page_lists_the_actions_inputs_and_outputs() -> None:
+    page = (ROOT / "docs" / "ci.md").read_text("utf-8")
+    table = page.partition("| input |")[2].partition("\n\n")[0]
+    action = load(ROOT / "action.yml")
+    named = set(re.findall(r"`(\w+)`", table))
+    assert {*action["inputs"], *action["outputs"]} <= named
+
+
+def test_the_pages_hook_is_the_one_that_is_offered() -> None:
+    page = (ROOT / "docs" / "ci.md").read_text("utf-8")
+    (hook,) = load_hooks()
+    assert f"- id: {hook['id']}\n" in page
+    assert hook["entry"].split()[:2] == ["ds4q", "verify"]
