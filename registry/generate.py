@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
-from ds4q.registry.arch import arch_id_for, quant_for
+from ds4q.registry.arch import KNOWN_QUANTS, arch_id_for, quant_for
 from ds4q.registry.entries import SCHEMA_VERSION, check_document
 from ds4q.registry.errors import GenerateError, RegistryError
 from ds4q.registry.hub import look_up
@@ -100,6 +100,7 @@ def document_of(curated: Mapping[str, Any], listing: Mapping[str, Any]) -> dict[
     }
     if not problems:  # else what is missing would be told twice
         problems += check_document(canonical(document).encode("utf-8"), DOCUMENT)
+        problems += _misnamed(document)
         for tag, entry in curated["models"].items():
             problems += _changed(entry, models[tag], ("models", tag))
     if problems:
@@ -159,6 +160,21 @@ def _changed(before: Any, after: Any, where: tuple[str, ...]) -> Iterator[Proble
     elif before != after:
         what = "the curated value is not what names and listing say"
         yield Problem(where, what, shown(after), shown(before))
+
+
+def _misnamed(document: Mapping[str, Any]) -> Iterator[Problem]:
+    """Names that end in another quant than that of their entry: mq2lloyd is not mq2lloydu.
+
+    What we publish is held to that; what people call their own files is theirs to say.
+    """
+    models, aliases = document["models"], document["aliases"]
+    names = {("models", tag): tag for tag in models}
+    names |= {("aliases", alias): tag for alias, tag in aliases.items() if tag in models}
+    for where, tag in names.items():
+        _, colon, variant = where[-1].partition(":")
+        word, quant = variant.rpartition("-")[2], models[tag]["quant"]
+        if colon and word in KNOWN_QUANTS and word != quant:
+            yield Problem(where, "a name of another quant than its entry's", quant, word)
 
 
 def _listed(curated: Mapping[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def identity_rules(
         where = ("aliases", alias)
         if alias in models:
             yield Problem(where, f"alias of {tag!r} is also the tag of an entry, {alias!r}")
-        if tag not in models and tag not in beneath:
+        elif tag not in models and tag not in beneath:
             what = "alias of a tag that does not exist"
             yield Problem(where, what, found=repr(tag), fatal=False)
     files: dict[str, list[tuple[str, Any]]] = defaultdict(list)

@@ -118,7 +118,7 @@ def test_an_id_that_is_not_the_tags_is_a_fault() -> None:
         ("deepseek-v4-flash-20260731:fp4", "mine.fp4", "0731"),
         ("deepseek-v4-flash-1203", "deepseek-v4-flash-0731.fp4", "1203"),
         ("deepseek-v4-flash", "deepseek-v4-flash-1203.fp4", "1203"),
-        ("deepseek-v4-flash", "deepseek-v4-flash-07312.fp4", "0731"),
+        ("deepseek-v4-flash", "deepseek-v4-flash-12031.fp4", "0731"),
         ("deepseek-v4-flash-preview", "deepseek-v4-flash.mq2lloyd", "preview"),
         ("deepseek-v4-flash", "deepseek-v4-flash-preview.fp4", "preview"),
         ("qwen3:8b", "deepseek-v4-flash-0731.fp4", None),

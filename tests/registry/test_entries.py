@@ -268,7 +268,10 @@ def test_the_environment_may_name_a_file(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_users_own_document_lies_over_the_bundled_one(home: Path) -> None:
     assert local_registry_path() == home / "registry.json"
     mine = document(
-        {f"{FLASH}:fp4": entry(file="mine.fp4"), f"{FLASH}-0731": entry(file="four.fp4")},
+        {
+            f"{FLASH}:fp4": entry(file="mine.fp4"),
+            f"{FLASH}-0731": entry(file="four.fp4", quant="fp4p"),
+        },
         {"my": f"{FLASH}:mq2r", "lost": "nowhere", f"{FLASH}:fp4p": f"{FLASH}-0731"},
     )
     local_registry_path().write_bytes(raw(mine))

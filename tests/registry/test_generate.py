@@ -333,6 +333,22 @@ def test_an_alias_of_nothing_is_not_generated() -> None:
     )
 
 
+def test_a_published_name_that_ends_in_a_quant_leads_to_no_other() -> None:
+    people = curated()
+    people["models"][f"{FLASH}:mq2lloyd"] = people["models"].pop(FLASH)
+    people["aliases"] = {
+        "ds4:0731-mq2rxt": f"{FLASH}:mq2lloyd",
+        "ds4:0731-mq2r": f"{FLASH}:mq2lloyd",
+        "ds4:x-8b": f"{FLASH}:mq2lloyd",
+        "fp4": f"{FLASH}:mq2lloyd",
+    }
+    told = "a name of another quant than its entry's: expected mq2r, found"
+    assert problems_of(people, listing()) == (
+        f"{FLASH}:mq2lloyd: {told} mq2lloyd",
+        f"aliases: ds4:0731-mq2rxt: {told} mq2rxt",
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -430,8 +446,10 @@ def test_a_refresh_lists_what_entries_name_and_pins_the_commit(folder: Path, hub
 
 
 def test_a_refresh_that_finds_nothing_new_changes_no_byte(folder: Path, hub: Hub) -> None:
+    (folder / "listing.json").write_text(json.dumps(listing(hub.commit)))  # of years ago
     generate(folder, refresh=True)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert json.loads(before["registry.json"])["generated_at"] == TIME
     assert generate(folder, refresh=True) == module.Generated(False, ())
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
