@@ -77,14 +77,15 @@ def _pair_halves_reference(rows: U8, out: U8) -> None:
 
 @jit
 def _pair_halves_fast(rows: U8, out: U8) -> None:
+    u8 = np.uint8
     for r in range(rows.shape[0]):
         for b in range(out.shape[1] // 17):
             at, to = 16 + 17 * b, 17 * b
             out[r, to] = rows[r, at]
             for i in range(8):
                 low, high = rows[r, at + 1 + i], rows[r, at + 9 + i]
-                out[r, to + 1 + 2 * i] = (low & 15) | (high & 15) << 4
-                out[r, to + 2 + 2 * i] = low >> 4 | (high & 240)
+                out[r, to + 1 + 2 * i] = (low & u8(15)) | u8((high & u8(15)) << u8(4))
+                out[r, to + 2 + 2 * i] = (low >> u8(4)) | (high & u8(240))
 
 
 _pair_halves = FastPath(_pair_halves_reference, _pair_halves_fast)
@@ -101,16 +102,18 @@ def _first_other_code_reference(rows: U8, out: U8) -> int:
 
 @jit
 def _first_other_code_fast(rows: U8, out: U8) -> int:
+    u8 = np.uint8
     for r in range(rows.shape[0]):
-        delta = np.uint64(0)
+        delta = u8(0)
         for b in range(out.shape[1] // 17):
             at, to = 16 + 17 * b, 17 * b
-            delta |= np.uint64(rows[r, at] ^ out[r, to])
-            for j in range(32):
-                # One code at a time, by the definition of both layouts: not by the pairs above.
-                ours = rows[r, at + 1 + (j >> 1)] >> np.uint8(4 * (j & 1))
-                theirs = out[r, to + 1 + (j & 15)] >> np.uint8(4 * (j >> 4))
-                delta |= np.uint64((ours ^ theirs) & 15)
+            delta |= rows[r, at] ^ out[r, to]
+            for i in range(8):
+                # The way back: codes i and i + 16 of their pairs, put together as ours are.
+                even, odd = out[r, to + 1 + 2 * i], out[r, to + 2 + 2 * i]
+                low = (even & u8(15)) | u8((odd & u8(15)) << u8(4))
+                high = (even >> u8(4)) | (odd & u8(240))
+                delta |= (rows[r, at + 1 + i] ^ low) | (rows[r, at + 9 + i] ^ high)
         if delta != 0:
             return r
     return -1

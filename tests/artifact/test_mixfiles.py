@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ds4q.artifact.errors import CodingError
 from ds4q.artifact.formats import MixRow
-from ds4q.artifact.mixfiles import MAX_FILE_BYTES, read_dmix, read_gumix, read_p4mix
-from ds4q.artifact.tables import Table
+from ds4q.artifact.mixfiles import MAX_FILE_BYTES, read_dmix, read_gumix, read_p4mix, table_file
+from ds4q.artifact.tables import GUMIX, P4MIX, Table
 from tests.artifact.mixed import BOOKS_4, BOOKS_8, Row, gumix, p4mix
 from tests.checks import check_refused
 
@@ -253,3 +253,15 @@ def test_soup_gives_no_other_error(case: tuple[Reader, bytes], soup: bytes, keep
     read, whole = case
     with suppress(CodingError):
         assert read(whole[:keep] + soup, LAYERS)
+
+
+def test_files_are_written_in_the_order_of_layers_and_surfaces() -> None:
+    up, gate, down = (
+        gumix(ALL_4, layer=layer, surface=surface) for layer, surface in ((2, 1), (2, 0), (1, 2))
+    )
+    raw = gumix_file(down, gate, up)
+    tables = [Table.decode(entry, 106) for entry in (up, gate, down)]
+    assert table_file(GUMIX, tables) == raw
+    assert [table.encode() for table in read_gumix(raw, LAYERS)] == [down, gate, up]
+    one = p4mix(ALL_8)
+    assert table_file(P4MIX, [Table.decode(one, 105)]) == p4mix_file(one)

@@ -62,6 +62,15 @@ def test_json_is_the_promised_document(source: Path, folder: Path) -> None:
     assert document["sidecars"][0]["output"] == str(folder / "x-dspark.hfq")
 
 
+def test_a_budget_can_be_planned_by_projection(source: Path, folder: Path) -> None:
+    words = (source, "-o", folder / "x.hfq", "--allow-partial", "--dry-run", "--json")
+    budget = ("--recipe", "budget", "--target-bpw", "4")
+    for extra in ((), ("--per-projection",)):
+        result = quantize(*words, *budget, *extra)
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["budget"]["per_projection"] == bool(extra)
+
+
 def test_json_of_a_dry_run_lacks_only_the_hash(source: Path, folder: Path) -> None:
     words = (source, "-o", folder / "x.hfq", "--allow-partial", "--json")
     promised = json.loads(quantize(*words, "--dry-run").stdout)
@@ -152,6 +161,7 @@ def test_whole_models_verify_under_every_recipe(recipe: str, folder: Path) -> No
         ["SRC", "-o", "x.hfq", "--dspark", "both"],
         ["SRC", "-o", "x.hfq", "--threads", "0"],
         ["SRC", "-o", "x.hfq", "--resume", "--force"],
+        ["SRC", "-o", "x.hfq", "--per-projection"],
         ["SRC", "-o", "x.hfq", "more"],
     ],
 )
