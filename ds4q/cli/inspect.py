@@ -206,6 +206,11 @@ def _print(document: Document, rows: Rows) -> None:
     )
     for name, entry in document["types"].items():
         click.echo(f"  {name:12} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
+    if "arch_id" in document:
+        from ds4q.registry.arch import ARCH_NAMES
+
+        number = document["arch_id"]
+        click.echo(f"  arch_id: {number}, {ARCH_NAMES.get(number, 'of no family that is known')}")
     for key, value in document["metadata"].items():
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in sorted(value.items()))

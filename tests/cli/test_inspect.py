@@ -72,6 +72,24 @@ def test_census_for_people(tiny_artifact: Path) -> None:
     assert max(map(len, result.stdout.splitlines())) < 1000
 
 
+@pytest.mark.parametrize(
+    ("arch_id", "says"),
+    [
+        (9, "DeepSeek V4"),
+        (16, "Spark-X2.5 or Qwen3.8 Flash-Next"),  # claimed twice
+        (17, "of no family that is known"),
+    ],
+)
+def test_the_architecture_is_shown_by_name(
+    arch_id: int, says: str, cases_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "x.hfq"
+    raw = bytearray((cases_dir / "c10_id22.hfq").read_bytes())
+    raw[8:12] = arch_id.to_bytes(4, "little")
+    file.write_bytes(raw)
+    assert f"\n  arch_id: {arch_id}, {says}\n" in inspect(file).stdout
+
+
 def test_tensors_are_listed_on_request(artifact: Path) -> None:
     listed = document(artifact, "--tensors")["tensor_list"]
     with Reader(artifact) as reader:
