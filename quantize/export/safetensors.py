@@ -104,7 +104,7 @@ def plan_safetensors(reader: Reader, name: str, *, only_experts: bool) -> Export
 
 def _convert_of(entry: TensorEntry, path: object) -> Convert:
     kind = TYPES[entry.type_id]
-    if kind is HFP4G32:
+    if kind is HFP4G32 and is_expert(entry):
         return convert.fp4_source
     if kind is TIDI32:
         return convert.wide_ids

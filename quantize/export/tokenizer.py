@@ -58,7 +58,8 @@ def tokenizer_keys(
         splitting = _splitting(document["pre_tokenizer"], path)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _unknown(path, f"{type(error).__name__}: {error}") from None
-    settings = metadata.get("tokenizer_config") or {}
+    told = metadata.get("tokenizer_config")
+    settings = told if isinstance(told, dict) else {}
     pad = settings.get("pad_token")
     name = pad.get("content") if isinstance(pad, dict) else pad
     if name in tokens:

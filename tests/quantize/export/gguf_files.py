@@ -48,4 +48,11 @@ class Gguf:
         self.types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
         self.shapes = {t.name: tuple(int(n) for n in t.shape[::-1]) for t in reader.tensors}
         self.data: dict[str, bytes] = {t.name: np.array(t.data).tobytes() for t in reader.tensors}
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.offsets = {tensor.name: int(tensor.data_offset) for tensor in reader.tensors}
+
+    def values(self, name: str) -> npt.NDArray[np.float32]:
+        """The values of a tensor of a type that gguf-py decodes."""
+        tensor = self._tensors[name]
+        found: npt.NDArray[np.float32] = gguf.dequantize(tensor.data, tensor.tensor_type)
+        return found.reshape(self.shapes[name])

@@ -12,11 +12,11 @@ import pytest
 
 from ds4q import api
 from ds4q.artifact.codings import Codings
-from ds4q.artifact.formats import hfp4g32
+from ds4q.artifact.formats import codec_for, hfp4g32
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.mixfiles import read_gumix, read_p4mix
 from ds4q.artifact.tables import expert_of
-from ds4q.artifact.types import HFP4G32, RAW, TYPES
+from ds4q.artifact.types import HFP4G32, RAW, TIDI32, TYPES
 from ds4q.quantize.errors import ConfigError
 from ds4q.quantize.export.gguf import _tensor
 from ds4q.quantize.export.keys import mix_keys
@@ -91,6 +91,23 @@ def test_every_tensor_of_a_lossless_artifact(
     ]
     assert done.plan.nbytes == out.stat().st_size
     assert not done.plan.left_out
+
+
+@pytest.mark.parametrize("recipe", ["fp4", "fp4-q8"])
+def test_gguf_py_decodes_the_values_that_the_artifact_has(recipe: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "x.hfq", tmp_path / "x.gguf"
+    api.quantize(TINY, file, recipe=recipe, warn=lambda line: None)
+    api.export(file, out, to="gguf")
+    found = Gguf(out)
+    with Reader(file) as reader:
+        for entry in reader.tensors.values():
+            if entry.type_id == TIDI32.id:
+                continue
+            name, place = str(gguf_name(entry.name)), expert_of(entry.name)
+            values = found.values(name)
+            expected = codec_for(entry.type_id).decode(reader.read(entry.name), entry.shape)
+            # As values: of code 8, which is -0, gguf-py makes +0.
+            assert np.array_equal(values if place is None else values[place[1]], expected), name
 
 
 def test_a_draft_in_the_file_is_left_out_and_told(tmp_path: Path) -> None:

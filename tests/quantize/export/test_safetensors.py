@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from ds4q.artifact.hfq import Reader
 from ds4q.artifact.types import RAW
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.export.plan import ExportError
+from ds4q.quantize.export.safetensors import _convert_of
 from tests.checks import check_refused
 from tests.quantize import models
 from tests.quantize.builders import RANDOM, TINY
@@ -98,6 +100,33 @@ def test_a_checkpoint_again(tiny_artifact: Path, tmp_path: Path) -> None:
             assert (one.read(name) == two.read(name)).all(), name
         for key in ("config", "tokenizer", "tokenizer_config", "generation_config"):
             assert one.metadata[key] == two.metadata[key]
+
+
+@pytest.mark.parametrize("draft", ["split", "keep"])
+def test_a_part_of_a_model_comes_back_as_far_as_it_is_there(tmp_path: Path, draft: str) -> None:
+    file = tmp_path / "x.hfq"
+    found: dict[str, Held] = {}
+    source = {name: Held(*t) for name, t in models.mini_tensors().items()}
+    models.run(models.mini(tmp_path / "m"), file, draft=draft)
+    for number, part in enumerate((file, draft_of(file))[: 2 - (draft == "keep")]):
+        out = tmp_path / f"{number}"
+        api.export(part, out, to="safetensors")
+        found |= read(out)
+    dense = {"layers.0.attn.wq_a", "mtp.0.attn.wkv"}
+    assert found.keys() == source.keys() - {f"{name}.scale" for name in dense}
+    for name in found.keys() - {f"{name}.weight" for name in dense}:
+        assert found[name] == source[name], name
+
+
+def test_fp4_where_a_checkpoint_has_none_is_refused(small_artifact: Path) -> None:
+    with Reader(small_artifact) as reader:
+        entry = reader.entry("layers.0.ffn.experts.0.w1.weight")
+    check_refused(
+        ExportError,
+        lambda: _convert_of(replace(entry, name="layers.0.attn.wq_a.weight"), "x.hfq"),
+        tensor="layers.0.attn.wq_a.weight",
+        says=["HFP4G32", "--only experts"],
+    )
 
 
 def test_shards_follow_the_layers_and_the_index_says_where_all_is(

@@ -97,6 +97,11 @@ def test_kinds_of_tokens_and_places_without_one() -> None:
     assert "tokenizer.ggml.pre is left out" in warning
 
 
+@pytest.mark.parametrize("settings", [None, [], {"pad_token": ["end"]}, {"pad_token": "none"}])
+def test_settings_that_name_no_token_are_passed_over(settings: Any) -> None:
+    assert "tokenizer.ggml.padding_token_id" not in keys_of(small(), settings)[0]
+
+
 def test_an_artifact_without_a_tokenizer_says_so() -> None:
     keys, warnings = tokenizer_keys({"tokenizer": "{}"}, CONFIG, None)
     assert keys.pop("tokenizer.ggml.model") == text("none")
