@@ -182,18 +182,18 @@ def verify_targets(
     """
     documents = [_Document.open(path) for path in targets.documents]
     registered = {
-        (document.path.parent / entry.file).resolve()
+        os.path.realpath(document.path.parent / entry.file)
         for document in documents
         for entry in document.here
     }
     reports: list[Report] = []
-    known: dict[Path, api.Verification] = {}
+    known: dict[str, api.Verification] = {}
     for path in targets.artifacts:
         try:
             found = api.verify(
                 path,
                 require_receipt=require_receipt,
-                want_sha256=public_key is not None or path.resolve() in registered,
+                want_sha256=public_key is not None or os.path.realpath(path) in registered,
                 device=device,
                 threads=threads,
                 progress=progress,
@@ -205,7 +205,7 @@ def verify_targets(
         if public_key is not None:
             hold_to_signature(found, public_key, signature_path(path), progress)
         reports.append(found)
-        known[path.resolve()] = found
+        known[os.path.realpath(path)] = found
     reports += [_verify_receipt(path) for path in targets.receipts]
     for document in documents:
         for entry in document.here:
@@ -241,14 +241,14 @@ def check_registered(
     entry: Entry,
     folder: Path,
     check: Check,
-    known: Mapping[Path, api.Verification],
+    known: Mapping[str, api.Verification],
     progress: api.Progress,
 ) -> None:
-    """Hold the files of ``entry`` in ``folder`` to it; ``known`` holds what was verified before."""
+    """Hold the files of ``entry`` in ``folder`` to it; ``known`` is by real path."""
     path = folder / entry.file
     try:
         if os.path.lexists(path):
-            verified = known.get(path.resolve())
+            verified = known.get(os.path.realpath(path))
             check_trunk(entry, path, lambda: _sha256(path, verified, progress), check)
         else:
             check.notes.append(f"{entry.file} is not here")

@@ -176,6 +176,19 @@ def test_a_file_that_is_not_there_fails_and_the_others_are_still_checked(folder:
     assert str(folder / "no.hfq") in messages(missing)[0]
 
 
+def test_what_cannot_be_opened_as_a_file_is_red_and_nothing_hangs(folder: Path) -> None:
+    (folder / "loop.hfq").symlink_to("loop.hfq")
+    os.mkfifo(folder / "pipe.hfq")
+    os.mkfifo(folder / "pipe.registry.json")
+    (folder / "sub.hfq").mkdir()
+    found = {Path(each["artifact"]["path"]).name: each for each in reports(folder)}
+    assert len(found) == 5
+    assert failed(found["loop.hfq"]) == failed(found["pipe.hfq"]) == ["structure"]
+    assert failed(found["pipe.registry.json"]) == ["document"]
+    assert found["flash.hfq"]["ok"]
+    assert found["registry.json"]["ok"]
+
+
 # ---------------------------------------------------------------- receipts
 
 

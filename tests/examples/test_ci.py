@@ -193,7 +193,7 @@ def test_an_input_never_becomes_a_command(workspace: Path) -> None:
 
 
 def test_a_file_name_never_becomes_a_workflow_command(workspace: Path) -> None:
-    (workspace / "models" / "a\n::set-output name=ok::true\n%0A.hfq").write_bytes(b"x")
+    (workspace / "models" / "a\n::set-output name=ok::true\n%0A\udcff.hfq").write_bytes(b"x")
     ran = use(workspace)
     assert ran.status == 1
     commands = [line for line in ran.log.splitlines() if line.startswith("::")]
