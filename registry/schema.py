@@ -17,6 +17,7 @@ from typing import Any, Literal
 from ds4q.registry.errors import DocumentError
 
 MAX_DOCUMENT_BYTES = 16 << 20
+MAX_NESTING = 32  # far from where Python gives up
 _SHOWN = 100  # characters of a value in a message
 
 Kind = Literal["document", "curated", "listing"]
@@ -61,7 +62,7 @@ def parse(raw: bytes, origin: str) -> dict[str, Any]:
 
     Raises
     ------
-    DocumentError : anything else, and more than ``MAX_DOCUMENT_BYTES``; names ``origin``
+    DocumentError : anything else, more than ``MAX_DOCUMENT_BYTES``, deeper than ``MAX_NESTING``
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -85,8 +86,17 @@ def parse(raw: bytes, origin: str) -> dict[str, Any]:
         begins = repr(raw[:40])[1:]
         raise DocumentError(f"not JSON ({error})", path=origin, found=f"{begins}...") from None
     if not isinstance(parsed, dict):
-        raise DocumentError("not a JSON object", path=origin, found=shown(parsed))
+        raise DocumentError("not a JSON object", path=origin, found=f"{raw[:40]!r}"[1:])
+    if _deeper(parsed, MAX_NESTING):
+        raise DocumentError(f"nested more than {MAX_NESTING} levels deep", path=origin)
     return parsed
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper(each, levels - 1) for each in inner)
 
 
 def canonical(document: Mapping[str, Any]) -> str:

@@ -173,6 +173,8 @@ def test_a_curated_entry_needs_neither_id_nor_quant() -> None:
         (b'{"a": "\xff"}', ["not JSON", "utf-8"]),
         (b'{"a": ' + b"1" * 5000 + b"}", ["not JSON"]),
         (b"[" * 100_000, ["not JSON"]),
+        (b'{"a":' * 33 + b"1" + b"}" * 33, ["nested more than 32 levels deep"]),
+        (b'{"a":' * 900 + b"1" + b"}" * 900, ["nested more than 32 levels deep"]),
         (b'{"x": 1, "x": 2}', ["key 'x' stands twice", "1 and 2"]),
         (b" " * (MAX_DOCUMENT_BYTES + 1), [f"longer than {MAX_DOCUMENT_BYTES} bytes"]),
     ],
@@ -181,6 +183,10 @@ def test_what_is_no_strict_json_object_is_refused_in_one_line(text: bytes, says:
     check_refused(
         DocumentError, lambda: parse(text, "http://x/r.json"), path="http://x/r.json", says=says
     )
+
+
+def test_a_document_may_be_as_deep_as_the_limit() -> None:
+    assert parse(b'{"a":' * 32 + b"1" + b"}" * 32, "x")
 
 
 def test_an_alias_of_two_entries_is_refused_naming_both() -> None:
