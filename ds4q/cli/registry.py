@@ -230,7 +230,7 @@ def _card_sources(
 
 @command.command("pull")
 @click.argument("name", metavar="TAG")
-@click.option("--trunk-only", is_flag=True, help="Fetch no sidecars.")
+@click.option("--trunk-only", is_flag=True, help="Fetch no sidecars but the receipt.")
 @click.option("--adapter", is_flag=True, help="Also fetch the expert predictor (experimental).")
 @click.option(
     "--allow-unverified", is_flag=True, help="Accept files of which nobody published a digest."
