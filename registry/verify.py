@@ -43,28 +43,31 @@ def check_document(path: Path, check: Check, *, beneath: Collection[str] = ()) -
     ``beneath`` are tags of the document that it is laid over. Returns what it says, or None where
     it cannot be used.
     """
-    return check_text(sources.read_file(str(path)), str(path), check, beneath)
+    return _check_text(sources.read_file(str(path)), str(path), check, beneath)
 
 
-def check_registry(check: Check) -> None:
-    """Hold every document that ``load_registry(offline=True)`` reads against every rule."""
-    url = sources.configured()
+def check_registry(check: Check, origin: str | None = None) -> None:
+    """Hold every document that ``load_registry(origin, offline=True)`` reads against every rule.
+
+    A document of a URL that was never fetched cannot be read, and is not held against any.
+    """
+    url = sources.configured() if origin is None else origin
     copy = None if url is None else sources.last_copy(url)
-    if url is None or (copy is None and sources.is_remote(url)):
-        base = check_text(sources.bundled(), sources.BUNDLED, check)
-    elif copy is not None:
-        base = check_text(canonical(copy.document).encode(), f"copy of {url}", check)
-    else:
-        base = check_text(sources.read_file(url), url, check)
+    base = None
+    if copy is not None:
+        base = _check_text(canonical(copy.document).encode(), f"copy of {url}", check)
+    elif url is not None and not sources.is_remote(url):
+        base = _check_text(sources.read_file(url), url, check)
+    elif origin is None:
+        base = _check_text(sources.bundled(), sources.BUNDLED, check)
     local = sources.local_registry_path()
-    if local.exists():
+    if origin is None and local.exists():
         check_document(local, check, beneath=() if base is None else base.entries)
 
 
-def check_text(
+def _check_text(
     raw: bytes, origin: str, check: Check, beneath: Collection[str] = ()
 ) -> Registry | None:
-    """``check_document`` of the text of the document at ``origin``."""
     known = check.count
     document = "" if origin == check.path else f"{origin}: "
     try:

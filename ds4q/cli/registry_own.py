@@ -257,20 +257,13 @@ def verify(
 def _check_documents(origin: str | None) -> tuple[Report, Registry | None]:
     """The strict checks of what is in use, and what it says; None where it cannot be used."""
     from ds4q.artifact.report import Report
-    from ds4q.registry.entries import document_text, load_registry
+    from ds4q.registry.entries import load_registry
     from ds4q.registry.errors import DocumentError
-    from ds4q.registry.sources import is_remote
-    from ds4q.registry.verify import check_document, check_registry, check_text
+    from ds4q.registry.verify import check_registry
 
     report = Report({"path": origin or "registry", "name": "registry"})
     with report.check("schema") as check:
-        if origin is None:
-            check_registry(check)
-        elif is_remote(origin):
-            text = document_text(load_registry(origin, offline=True))
-            check_text(text.encode(), origin, check)
-        else:
-            check_document(Path(origin), check)
+        check_registry(check, origin)
     try:
         registry = load_registry(origin, offline=True)
     except DocumentError:

@@ -22,7 +22,6 @@ from ds4q.registry.verify import (
     check_document,
     check_registry,
     check_sidecars,
-    check_text,
     check_trunk,
 )
 from tests.artifact import build
@@ -303,9 +302,11 @@ def test_a_good_document_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>", b"[]", b"\xff", b'{"a": 1, "a": 2}'])
-def test_what_is_no_document_is_told_once(text: bytes) -> None:
-    check = Check("schema", path="x.json")
-    assert check_text(text, "x.json", check) is None
+def test_what_is_no_document_is_told_once(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_bytes(text)
+    check = Check("schema", path=str(path))
+    assert check_document(path, check) is None
     assert check.count == 1
 
 
@@ -316,13 +317,16 @@ def test_everything_in_use_is_read_strictly(
     home.mkdir()
     monkeypatch.setenv("DS4Q_HOME", str(home))
 
-    def lines() -> list[str]:
+    def lines(origin: str | None = None) -> list[str]:
         check = Check("schema")
-        check_registry(check)
+        check_registry(check, origin)
         return check.lines()
 
     assert lines() == []
-    own = {"models": {"m": entry(extra=1, sha256=SHA_B, file="m.fp4")}, "aliases": {}}
+    own: dict[str, Any] = {
+        "models": {"m": entry(extra=1, sha256=SHA_B, file="m.fp4")},
+        "aliases": {},
+    }
     (home / "registry.json").write_text(json.dumps(document() | own))
     assert lines() == [f"{home / 'registry.json'}: m: extra: unknown key"]
     own["aliases"] = {"ds4": "deepseek-v4-flash:mq2r"}  # a tag of the bundled document
@@ -339,8 +343,14 @@ def test_everything_in_use_is_read_strictly(
         assert lines() == [f"{origin}: m: extra: unknown key"]
     monkeypatch.setenv("DS4Q_REGISTRY_URL", "http://127.0.0.1:1/registry.json")
     assert lines() == []  # no copy yet: the bundled one is in use
-    keep_copy("http://127.0.0.1:1/registry.json", document({"m": entry(extra=1)}))
-    assert lines() == ["copy of http://127.0.0.1:1/registry.json: m: extra: unknown key"]
+    odd = document({"m": entry(sha256=SHA_A.upper())}, {"gone": "n"}, extra=1)
+    keep_copy("http://127.0.0.1:1/registry.json", odd)
+    found = lines()
+    assert lines("http://127.0.0.1:1/registry.json") == found  # nothing was mended on the way
+    for what in ("m: sha256: bad value", "extra: unknown key"):
+        assert any(f"copy of http://127.0.0.1:1/registry.json: {what}" in line for line in found)
+    assert lines(str(named)) == [f"{named}: m: extra: unknown key"]
+    assert lines("http://127.0.0.1:2/never.json") == []
 
 
 def test_the_bundled_document_holds() -> None:
