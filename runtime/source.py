@@ -134,6 +134,10 @@ class Tensors:
             tensor=entry.name,
         )
 
+    def check_whole(self, entry: TensorEntry, data: U8) -> None:
+        """As ``check_rows``, of a whole matrix."""
+        self.check_rows(entry, data, 0, entry.shape[0])
+
     def _codec(self, entry: TensorEntry) -> Codec:
         return self._codings.codec(entry)
 
