@@ -60,10 +60,10 @@ def look_up(repo: str, revision: str | None) -> HubRepo:
     endpoint = os.environ.get("HF_ENDPOINT", ENDPOINT).rstrip("/")
     try:
         token = get_token()
-        info = HfApi(endpoint=endpoint, token=token or False).model_info(
+        info = HfApi(endpoint=endpoint, token=token or False, library_name="ds4q").model_info(
             repo, revision=revision, files_metadata=True
         )
-    except (HTTPError, OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError, TypeError, LookupError) as error:
         said = str(error).strip().splitlines() or [""]
         raise HubError(path=repo, found=said[0] or type(error).__name__) from error
     if not info.sha:
@@ -75,17 +75,3 @@ def look_up(repo: str, revision: str | None) -> HubRepo:
         files[each.rfilename] = HubFile(url, each.size, sha256)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return HubRepo(repo, info.sha, files, headers)
-
-
-def list_repo(repo: str, revision: str | None) -> tuple[str, dict[str, tuple[int, str | None]]]:
-    """Commit and files (path -> size in bytes, digest) of a repo; raises as ``look_up`` does.
-
-    A file whose size the hub does not tell is an error.
-    """
-    found = look_up(repo, revision)
-    files = {}
-    for name, file in found.files.items():
-        if file.size_bytes is None:
-            raise HubError(f"the hub tells no size of {name}", path=repo)
-        files[name] = (file.size_bytes, file.sha256)
-    return found.commit, files
