@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ds4q.registry.errors import DocumentError
 
-MAX_DOCUMENT_BYTES = 4 << 20  # some 18,000 entries
+MAX_DOCUMENT_BYTES = 4 << 20  # some 17,000 entries
 MAX_NESTING = 32  # far from where Python gives up
 _SHOWN = 100  # characters of a value in a message
 
