@@ -298,3 +298,64 @@ def test_walk_is_asked_for_a_digest_only_where_somebody_wants_it(
     verify(folder / "flash.hfq")
     verify(folder)
     assert asked == [False, True]
+
+
+# ---------------------------------------------------------------- stale entries, partial files
+
+
+def stale(case: str, folder: Path) -> dict[str, Any]:
+    """Make the case; the keys of the entry that change."""
+    artifact = folder / "flash.hfq"
+    sha256 = models.digests(folder, "flash.hfq")["flash.hfq"]
+    size = artifact.stat().st_size
+    if case == "cut by one byte":
+        os.truncate(artifact, size - 1)
+    elif case == "rebuilt since":
+        (folder / "source").mkdir()
+        source = models.save(
+            folder / "source", models.expert_tensors(seed=1), config=models.EXPERT_CONFIG
+        )
+        models.run(source, artifact, force=True)
+        shutil.rmtree(source)
+    return {
+        "wrong digest": {"sha256": "0" * 64},
+        "longer by one": {"size_bytes": size + 1},
+        "upper case": {"sha256": sha256.upper()},
+        "prefixed": {"sha256": f"sha256:{sha256}"},
+        "63 digits": {"sha256": sha256[:-1]},
+        "size as text": {"size_bytes": str(size)},
+    }.get(case, {})
+
+
+@pytest.mark.parametrize(
+    ("case", "check", "says"),
+    [
+        ("wrong digest", "entry", "SHA-256 of flash.hfq differs from its registry entry"),
+        ("longer by one", "entry", "flash.hfq is incomplete: {size} of {more} bytes"),
+        ("cut by one byte", "entry", "flash.hfq is incomplete: {less} of {size} bytes"),
+        ("rebuilt since", "entry", "its registry entry"),
+        ("upper case", "document", "sha256: bad value"),
+        ("prefixed", "document", "sha256: bad value"),
+        ("63 digits", "document", "sha256: bad value"),
+        ("size as text", "document", "size_bytes: bad value"),
+    ],
+)
+def test_stale_entries_and_partial_files_are_told_apart_and_nothing_is_touched(
+    case: str, check: str, says: str, folder: Path
+) -> None:
+    size = (folder / "flash.hfq").stat().st_size
+    put_registry(folder, **stale(case, folder))
+    before = models.digests(folder)
+    found = reports(folder)[-1]
+    assert models.digests(folder) == before, "nothing is deleted, renamed or mended"
+    wanted = check if check == "document" else f"entry {TAG}"
+    assert wanted in failed(found)
+    failures = [each for c in found["checks"] if c["name"] == wanted for each in c["failures"]]
+    said = says.format(size=size, more=size + 1, less=size - 1)
+    (failure,) = [each for each in failures if said in each["message"]][:1]
+    assert TAG in failure["message"]
+    assert failure["found"] is not None
+    assert failure["expected"] is not None
+    sizes_differ = "bytes" in said or case == "rebuilt since"
+    figures = next((c["figures"] for c in found["checks"] if c["name"] == wanted), {})
+    assert ("sha256" in figures) == (check == "entry" and not sizes_differ), "size before hash"
