@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,8 @@ import pytest
 from ds4q.registry.errors import HubError
 from ds4q.registry.hub import look_up
 from tests.checks import check_refused
+from tests.registry.hubs import COMMIT, REPO, hub_page
 from tests.registry.server import Request, Server, serving
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-REPO = "owner/name"
-
-
-def hub_page(
-    files: Mapping[str, tuple[int | None, str | None]], commit: str | None = COMMIT
-) -> Any:
-    """The hub's answer about a repo, as its API gives it."""
-    siblings = []
-    for name, (size, sha256) in files.items():
-        sibling: dict[str, Any] = {"rfilename": name, "size": size}
-        if sha256:
-            sibling["lfs"] = {"sha256": sha256, "size": size, "pointerSize": 134}
-        siblings.append(sibling)
-    body = json.dumps({"id": REPO, "sha": commit, "siblings": siblings}).encode()
-    return lambda request: (200, {"Content-Type": "application/json"}, body)
 
 
 @pytest.fixture
