@@ -231,8 +231,9 @@ class _Pull:
                 nonlocal done
                 if not shown:
                     shown.append(stack.enter_context(self._progress(f"pull {what.file}", total)))
-                shown[0](now - done)
-                done = now
+                if now != done:  # what does not move needs no line
+                    shown[0](now - done)
+                    done = now
 
             sha256 = fetch(
                 wanted,

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from decimal import Decimal
@@ -32,6 +33,7 @@ VERBOSE = "ds4q.verbose"
 
 MAX_THREADS = 1024
 PLAIN_LINE_EVERY_S = 1.0
+RATE_OVER_LINES = 10
 PLAIN_TABLE_WIDTH = 200
 MARK_WITHIN_BYTES = 4096
 
@@ -236,25 +238,50 @@ def _stderr_can_redraw() -> bool:
 
 
 class _PlainLines:
-    """Progress for logs: whole lines, the first after a second, none while nothing moves."""
+    """Progress for logs: whole lines, the first after a second, none while nothing moves.
+
+    Bytes also have a rate, of the last lines, and the time that the rest takes at that rate. What
+    the first call reports may be an earlier run's work, and does not count for it.
+    """
 
     def __init__(self, label: str, total: int, unit: str) -> None:
         self._label, self._total, self._unit = label, total, unit
         self._done = 0
         self._next_line_s = time.monotonic() + PLAIN_LINE_EVERY_S
+        self._seen: deque[tuple[float, int]] = deque(maxlen=RATE_OVER_LINES)
         self._lock = threading.Lock()
 
     def advance(self, amount: int) -> None:
         with self._lock:
             self._done += amount
             now_s = time.monotonic()
+            if not self._seen:
+                self._seen.append((now_s, self._done))
             if now_s < self._next_line_s:
                 return
             self._next_line_s = now_s + PLAIN_LINE_EVERY_S
             done = self._done
+            pace = self._pace(now_s) if self._unit == "bytes" else ""
+            self._seen.append((now_s, done))
         percent = 100 * done // self._total if self._total else 100
         amounts = f"{amount_text(done, self._unit)} of {amount_text(self._total, self._unit)}"
-        say(f"{self._label}: {percent} % ({amounts})")
+        say(f"{self._label}: {percent} % ({amounts}{pace})")
+
+    def _pace(self, now_s: float) -> str:
+        since_s, done = self._seen[0]
+        if now_s <= since_s or self._done <= done:
+            return ""
+        rate = (self._done - done) / (now_s - since_s)
+        left_s = max(self._total - self._done, 0) / rate
+        return f", {amount_text(int(rate))}/s, {time_text(left_s)} left"
+
+
+def time_text(seconds: float) -> str:
+    """A time for people: ``45 s``, ``12 min``, ``3 h 5 min``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def amount_text(amount: int, unit: str = "bytes") -> str:

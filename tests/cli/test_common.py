@@ -170,6 +170,31 @@ def test_a_log_gets_whole_lines_at_most_one_a_second(
     assert lines[-1].endswith("of 1,000 rows)")
 
 
+def test_bytes_have_a_rate_and_a_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(common, "time", clock)
+    with common.progress("pull", 1_000_000_000) as advance:
+        advance(500_000_000)  # there from an earlier run
+        for step in [20_000_000] * 20 + [0] * 12:
+            clock.now_s += 2
+            advance(step)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "pull: 52 % (520 MB of 1 GB, 10 MB/s, 48 s left)"
+    assert lines[19] == "pull: 90 % (900 MB of 1 GB, 10 MB/s, 10 s left)"
+    assert lines[20] == "pull: 90 % (900 MB of 1 GB, 9 MB/s, 11 s left)"
+    assert lines[31] == "pull: 90 % (900 MB of 1 GB)"  # nothing came for a while
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (99.4, "99 s"), (100, "2 min"), (5940, "99 min"), (6000, "1 h 40 min")],
+)
+def test_times_are_told_roughly(seconds: float, text: str) -> None:
+    assert common.time_text(seconds) == text
+
+
 def test_a_short_job_and_a_quiet_one_log_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
