@@ -73,7 +73,7 @@ def read_file(origin: str) -> bytes:
             expected = "a path, or a URL of http, https or file"
             raise SourceError("unknown kind of URL", path=origin, expected=expected)
         path = Path(urllib.request.url2pathname(parts.path))
-    if path.exists() and not path.is_file():  # a named pipe would hang
+    if "\0" in str(path) or (path.exists() and not path.is_file()):  # a named pipe would hang
         raise SourceError("not a regular file", path=origin)
     with open(path, "rb") as file:
         return file.read(MAX_DOCUMENT_BYTES + 1)

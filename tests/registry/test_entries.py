@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,9 @@ def test_a_path_is_that_document_and_no_other(tmp_path: Path, home: Path) -> Non
         assert registry.origin == origin
     with pytest.raises(FileNotFoundError):
         load_registry(str(tmp_path / "gone.json"))
-    check_refused(SourceError, lambda: load_registry("ftp://x/y"), path="ftp://x/y")
+    for origin in ("ftp://x/y", "file://host/x", "file:///tmp/x%00y"):
+        error = check_refused(SourceError, partial(load_registry, origin))
+        assert error.path == origin
     check_refused(
         SourceError, lambda: load_registry(str(home)), path=home, says=["not a regular file"]
     )
