@@ -34,7 +34,7 @@ from ds4q.registry.rules import GB, SIDECAR_KINDS
 from ds4q.registry.schema import canonical, parse
 from ds4q.registry.sources import read_file, write_whole
 from ds4q.registry.store import digest_of
-from ds4q.registry.verify import CheckAdapter, check_draft, check_receipt
+from ds4q.registry.verify import CheckAdapter, check_draft, check_receipt, is_draft
 
 COMPUTED = frozenset(
     {"arch_id", "file", "quant", "quant_recipe", "sha256", "size_bytes", "size_gb", "unverified"}
@@ -192,6 +192,12 @@ def _describe(
 ) -> _Described:
     """The entry of a file."""
     with Reader(file) as reader:
+        if is_draft(reader):
+            raise AddError(
+                "a draft model is a sidecar, not a model",
+                path=file,
+                remedy="register its trunk: a draft beside it goes with it",
+            )
         ours = own_metadata(reader)
         digest = sha256(file)
         reader.check_unchanged()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +27,8 @@ digest; registered without one; of the right length and not hashed since it chan
 right digest."""
 
 TRUNK = "trunk"
-UNFINISHED = (PARTIAL_SUFFIX, PARTIAL_SUFFIX + ".blocks")
+JOURNAL_SUFFIX = ".blocks"  # of what a download has of an unfinished file
+UNFINISHED = (PARTIAL_SUFFIX, PARTIAL_SUFFIX + JOURNAL_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ def companions(file: str) -> dict[str, str]:
 
     Never by a common beginning: the draft of ``flash-0731.hfq`` is none of ``flash.hfq``.
     """
+    if file.endswith(PARTIAL_SUFFIX):
+        return {file + JOURNAL_SUFFIX: "journal"}
     stem, dot, suffix = file.rpartition(".")
     if not stem:
         return {file + SUFFIX: "receipt"}
@@ -154,6 +158,9 @@ def _files(store: Store) -> Iterator[tuple[str, int]]:
 
 
 def _is_hfq(store: Store, name: str) -> bool:
+    """Whether a file can be read, and begins as an artifact does."""
     # Without O_NONBLOCK, a FIFO that has taken the file's place would hang the open.
-    with os.fdopen(os.open(store.path(name), os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(OSError), os.fdopen(os.open(store.path(name), flags), "rb") as file:
         return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(MAGIC)) == MAGIC
+    return False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds4q.artifact.receipt import SUFFIX
-from ds4q.artifact.writer import fsync_folder
+from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile, fsync_folder
 from ds4q.registry.entries import Entry, Registry
 from ds4q.registry.errors import RegistryError, UnknownTagError
 from ds4q.registry.installed import companions, registered_files
@@ -52,6 +52,7 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
     ------
     UnknownTagError : neither in the registry nor in the folder
     RemovalError : a link, a folder or a device under one of the names
+    LockedError : an unfinished file that another process is writing
     """
     wanted: dict[str, None] = {}  # in order
     leaving: set[str] = set()
@@ -107,6 +108,8 @@ def _removable(store: Store, name: str) -> int | None:
     if not stat.S_ISREG(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
         raise RemovalError(found=kind, path=path, remedy="look at it, and remove it by hand")
+    if name.endswith(PARTIAL_SUFFIX):
+        PartialFile(store.path(name.removesuffix(PARTIAL_SUFFIX)), 0).close()  # refused if in use
     return status.st_size
 
 

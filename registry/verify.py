@@ -225,7 +225,7 @@ def check_draft(path: Path, trunk: Reader) -> bool:
                 expected=f"arch_id {trunk.arch_id}",
                 found=draft.arch_id,
             )
-        if _begins(draft.tensors, _TRUNK) or not _begins(draft.tensors, _DRAFT):
+        if not is_draft(draft):
             raise SidecarError("not a draft model: it holds other tensors", path=path)
         ours, theirs = own_metadata(trunk), own_metadata(draft)
         if ours is None or theirs is None:
@@ -241,8 +241,11 @@ def check_draft(path: Path, trunk: Reader) -> bool:
     return True
 
 
-def _begins(names: Iterable[str], prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in names)
+def is_draft(reader: Reader) -> bool:
+    """Whether an artifact holds layers of a draft model, and none of a trunk."""
+    names = reader.tensors
+    has = [any(name.startswith(prefix) for name in names) for prefix in (_DRAFT, _TRUNK)]
+    return has == [True, False]
 
 
 def _fail(check: Check, entry: Entry, failures: Iterable[Failure]) -> None:

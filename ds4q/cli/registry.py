@@ -432,7 +432,7 @@ def _print_models(known: list[Model], others: list[Stray]) -> None:
             )
     common.print_table(table)
     for stray in others:
-        fault = "" if stray.hfq else ", not an HFQ file"
+        fault = "" if stray.hfq else ", not readable as an HFQ file"
         own = f", with {', '.join(stray.companions)}" if stray.companions else ""
         click.echo(one_line(f"no tag: {stray.file}, {stray.size_bytes:,} bytes{fault}{own}"))
 

@@ -295,11 +295,14 @@ def _verify_tag(report: Report, entry: Entry, store: Store, quiet: bool) -> None
         def sha256(path: Path) -> str:
             return store.digest(path.name, advance=advance)
 
-        if store.size(entry.file) is None:
-            check.fail(Failure(f"{entry.tag}: {entry.file} is not in {store.folder}"))
-        else:
-            check_trunk(entry, trunk, lambda: sha256(trunk), check)
-        check_sidecars(entry, store.folder, check, check_adapter=check_adapter, sha256=sha256)
+        try:
+            if store.size(entry.file) is None:
+                check.fail(Failure(f"{entry.tag}: {entry.file} is not in {store.folder}"))
+            else:
+                check_trunk(entry, trunk, lambda: sha256(trunk), check)
+            check_sidecars(entry, store.folder, check, check_adapter=check_adapter, sha256=sha256)
+        except OSError as error:
+            check.fail(Failure(f"{error.filename}: {error.strerror}"))
 
 
 def _print_report(report: Report) -> None:
@@ -347,6 +350,8 @@ def rm(
 
     if as_json and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: add --yes or --dry-run")
+    if forget and origin is not None:
+        raise click.UsageError("--forget is for your own registry, not for the one of --registry")
     registry, store = load(origin), open_store(folder)
     own = _own_tags(registry, names) if forget else []
     removal = plan_removal(registry, store, names)
@@ -356,7 +361,7 @@ def rm(
     agreed = not dry_run and work and (yes or _agrees(removal, own))
     if agreed:
         remove(store, removal)
-        _forget(own, origin)
+        _forget(own)
     if as_json:
         common.emit_json(
             {
@@ -383,11 +388,12 @@ def _agrees(removal: Removal, own: Sequence[str]) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _forget(own: Sequence[str], origin: str | None) -> None:
+def _forget(own: Sequence[str]) -> None:
     from ds4q.registry.add import forget
+    from ds4q.registry.sources import local_registry_path
 
     for tag in own:
-        forget(_own_registry(origin)[1], tag)
+        forget(local_registry_path(), tag)
 
 
 def _print_removal(removal: Removal, store: Store, own: Sequence[str], dry_run: bool) -> None:

@@ -94,7 +94,7 @@ def test_list_for_people_groups_files_under_their_tag(added: Path, home: Path) -
     assert [line.split()[0] for line in lines[at + 1 : at + 3]] == ["receipt", "dspark"]
     adapter = next(line for line in lines if line.strip().startswith("adapter"))
     assert "experimental" in adapter
-    assert lines[-1] == "no tag: stray.fp4, 7 bytes, not an HFQ file"
+    assert lines[-1] == "no tag: stray.fp4, 7 bytes, not readable as an HFQ file"
 
 
 def test_files_of_another_length_are_flagged_without_hashing(added: Path) -> None:

@@ -6,17 +6,30 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from ds4q.artifact.hfq import Reader
 from ds4q.cli import main
 from ds4q.registry.entries import load_registry
+from ds4q.runtime.experts.adapter import (
+    NORMALISATION,
+    STATE,
+    TARGET,
+    About,
+    Adapter,
+    Entry,
+    write_adapter,
+)
+from ds4q.runtime.experts.trace import artifact_identity
 from tests.cli.registry_words import TAG, names, refused, registry, told
 from tests.quantize import models
 from tests.quantize.damage import flip
-from tests.registry.shelves import made
+from tests.registry.shelves import made, sidecar
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +103,33 @@ def test_add_refuses_an_adapter_of_another_model(file: Path) -> None:
     assert str(adapter) in refused("add", file, "--adapter", adapter)
 
 
+def test_an_adapter_is_registered_with_its_own_model(
+    tiny_artifact: Path, random_artifact: Path, tmp_path: Path, home: Path
+) -> None:
+    with Reader(tiny_artifact) as reader:
+        identity = artifact_identity(reader)
+        config = reader.metadata["config"]
+    d, experts = config["hidden_size"], config["n_routed_experts"]
+    about = About(identity, STATE, TARGET, NORMALISATION, 0.5, 5, ("x",))
+    a, b = np.zeros((2, d), np.float32), np.zeros((experts, 2), np.float32)
+    zeros = Entry(a, b, np.zeros(experts, np.float32))
+    adapter = tmp_path / "a.bin"
+    write_adapter(adapter, Adapter({0: zeros}, about))
+    assert "another model" in refused("add", random_artifact, "--adapter", adapter)
+    (home / "models").mkdir(parents=True)
+    for path in (tiny_artifact, adapter):
+        shutil.copy(path, home / "models")
+    file, tag = home / "models" / tiny_artifact.name, tiny_artifact.stem
+    assert told("add", file, "--adapter", adapter)["entry"]["adapter"]["file"] == "a.bin"
+    assert told("verify", tag)["checks"][1]["figures"]["sidecars"] == 1
+    write_adapter(adapter, Adapter({0: zeros}, replace(about, artifact="0" * 32)))
+    shutil.copy(adapter, home / "models")
+    own = json.loads((home / "registry.json").read_text())
+    own["models"][tag]["adapter"] = sidecar("a.bin", adapter.read_bytes())
+    (home / "registry.json").write_text(json.dumps(own))
+    assert "of another model" in registry("verify", tag).stderr
+
+
 def test_add_refuses_what_is_no_artifact(file: Path) -> None:
     assert "No such file" in refused("add", file.with_name("gone.hfq"))
     os.truncate(file, file.stat().st_size - 1)
@@ -155,6 +195,8 @@ def test_rm_keeps_the_entry_unless_asked_to_forget_it(added: Path) -> None:
     assert load_registry(offline=True).local == set()
     published = registry("rm", "deepseek-v4-flash", "--yes", "--forget")
     assert published.stdout.startswith("nothing to remove")
+    named = registry("rm", TAG, "--yes", "--forget", "--registry", added.parents[1] / "x.json")
+    assert named.exit_code == 2
 
 
 def test_rm_says_what_another_tag_keeps(added: Path) -> None:

@@ -225,6 +225,11 @@ def test_a_draft_that_names_no_source_is_taken_by_its_bytes(file: Path, local: P
     assert added(local, file).entry["dspark"] == told(draft)
 
 
+def test_a_draft_is_not_registered_for_a_model(file: Path, local: Path) -> None:
+    draft = file.with_name("x-dspark.hfq")
+    check_refused(AddError, lambda: added(local, draft), path=draft, says=["register its trunk"])
+
+
 def test_only_drafts_that_were_named_are_registered(file: Path, local: Path) -> None:
     assert "dspark" not in added(local, file, Wish(TAG, drafts=())).entry
     named = Wish(TAG, drafts=[file.with_name("x-dspark.hfq")])

@@ -98,6 +98,19 @@ def test_what_belongs_to_a_stray_is_told_with_it(tmp_path: Path) -> None:
     }
 
 
+def test_a_file_that_cannot_be_read_is_listed_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path / "m", {"mine.fp4": b"HFQM"})
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    (stray,) = strays(registry_of({"m:fp4": ENTRY}), store)
+    assert (stray.file, stray.hfq) == ("mine.fp4", False)
+
+
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     store = filled(tmp_path / "m", {})
     store.folder.rmdir()

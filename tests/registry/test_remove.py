@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ds4q.artifact.writer import LockedError, PartialFile
 from ds4q.registry.entries import Registry
 from ds4q.registry.errors import UnknownTagError, UnsafeNameError
 from ds4q.registry.remove import RemovalError, plan_removal, remove
@@ -205,6 +206,17 @@ def test_a_file_that_changed_since_it_was_listed_stays(tmp_path: Path) -> None:
     assert left(store) == {"a.fp4"}
     store.path("a.fp4").unlink()
     check_refused(RemovalError, lambda: remove(store, removal))
+
+
+def test_an_abandoned_download_goes_by_its_name_unless_it_is_in_use(tmp_path: Path) -> None:
+    files = {"a.fp4.partial": b"beginning", "a.fp4.partial.blocks": b"journal", "a.fp4": b"aa"}
+    store = filled(tmp_path / "m", files)
+    holder = PartialFile(store.path("a.fp4"), 0)
+    with pytest.raises(LockedError):
+        plan_removal(shared(), store, ["a.fp4.partial"])
+    holder.close()
+    assert gone(shared(), store, "m:a") == ["a.fp4"]
+    assert gone(shared(), store, "a.fp4.partial") == ["a.fp4.partial.blocks", "a.fp4.partial"]
 
 
 @pytest.mark.parametrize("name", ["m:c", "../a.fp4", "/etc/hostname", "a"])
