@@ -59,7 +59,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class _Wanted:
     """One GGUF tensor and what it is made of: one tensor, or all experts in the order of ids."""
 
     tensor: GgufTensor
@@ -140,16 +140,16 @@ def _check_variants(reader: Reader, codings: Codings, variants: dict[int, str | 
         raise ExportError(what, path=reader.path, expected=given, found=ours, remedy=remedy)
 
 
-def _wanted(entries: Sequence[TensorEntry], experts: int, path: object) -> list[Wanted]:
+def _wanted(entries: Sequence[TensorEntry], experts: int, path: object) -> list[_Wanted]:
     """The GGUF tensors, in the order of the file: top level, then layer by layer."""
     groups: dict[tuple[int, str], dict[int, TensorEntry]] = {}
-    found: list[Wanted] = []
+    found: list[_Wanted] = []
     for entry in entries:
         place = expert_of(entry.name)
         if place is not None:
             groups.setdefault((place[0], place[2]), {})[place[1]] = entry
         else:
-            found.append(Wanted(_tensor(entry, str(gguf_name(entry.name)), path), (entry,)))
+            found.append(_Wanted(_tensor(entry, str(gguf_name(entry.name)), path), (entry,)))
     for (layer, projection), held in groups.items():
         lacking = [expert for expert in range(experts) if expert not in held]
         stacked = table_name(layer, projection).replace("mix_table", "weight")
@@ -159,7 +159,7 @@ def _wanted(entries: Sequence[TensorEntry], experts: int, path: object) -> list[
         members = tuple(held[expert] for expert in range(experts))
         _check_alike(members, layer, projection, path)
         one = _tensor(members[0], experts_name(layer, projection), path)
-        found.append(Wanted(GgufTensor(one.name, one.type, (experts, *one.shape)), members))
+        found.append(_Wanted(GgufTensor(one.name, one.type, (experts, *one.shape)), members))
     return sorted(found, key=lambda each: _order(each.tensor.name))
 
 
