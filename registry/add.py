@@ -264,8 +264,10 @@ def _said(
     said.setdefault("min_vram_gb", _rounded_up(entry["size_bytes"] / GB))
     generation = reader.metadata.get("generation_config")
     if "sampling" not in said and isinstance(generation, dict):
-        known = {k: generation[k] for k in ("temperature", "top_p") if k in generation}
-        said |= {"sampling": known} if known else {}
+        most = {"temperature": 2, "top_p": 1}
+        known = {key: value for key, value in generation.items() if key in most}
+        fit = all(type(v) in (int, float) and 0 <= v <= most[k] for k, v in known.items())
+        said |= {"sampling": known} if known and fit else {}
     return said
 
 
@@ -313,10 +315,9 @@ def _document(models: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str
 
 @contextmanager
 def _locked(local: Path) -> Iterator[None]:
-    """One process at a time changes the user's registry."""
+    """One process at a time changes the documents of a folder; nothing is left in it for that."""
     local.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(local.with_name(local.name + ".lock"), flags, 0o666)
+    fd = os.open(local.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

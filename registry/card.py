@@ -6,7 +6,6 @@ measured by this project". Nothing is typed here, and nothing is measured here.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from ds4q.artifact.tables import expert_of
 from ds4q.artifact.types import BY_NAME, HFP4G32, PRIVATE, RAW
 from ds4q.registry.arch import ARCH_NAMES, CURRENT_RELEASE, release
 from ds4q.registry.entries import Entry
-from ds4q.registry.errors import RegistryError
+from ds4q.registry.errors import DocumentError, RegistryError
+from ds4q.registry.schema import parse
 
 UNKNOWN = "not measured by this project"
 SLOT_ALIGN_BYTES = 256  # of a matrix in a slot of the expert cache
@@ -98,12 +98,12 @@ def read_measured(
     ReportError : not such a report, or of another file, or it does not say of which
     """
     try:
-        document = json.loads(raw)
+        document = parse(raw, origin)
         checks = document["checks"]
         found = {c["figures"].get("sha256") for c in checks} - {None}
         shaped = all({"name", "ok"} <= c.keys() and _are_objects(c["failures"]) for c in checks)
         nbytes = document["artifact"].get("bytes")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (DocumentError, KeyError, TypeError, AttributeError):
         shaped = False
     if not shaped:
         raise ReportError("not a report of 'ds4q verify --json'", path=origin)
@@ -129,7 +129,7 @@ def render(sources: Sources) -> str:
     parts = [
         *_front(entry),
         f"# {entry.tag}\n",
-        f"{_cell(entry.desc)}\n",
+        f"{_paragraph(entry.desc)}\n",
         f"Also known as: {', '.join(sources.aliases) or 'no other name'}.\n",
         "## Files\n",
         *_table(("file", "what", "bytes", "SHA-256"), _files(entry)),
@@ -319,7 +319,7 @@ def _sidecars(entry: Entry) -> Iterator[str]:
         yield "This trunk pairs with DSpark drafts, not with MTP heads.\n"
     for sidecar in entry.sidecars:
         trust = "" if sidecar.sha256 else " (no digest was published)"
-        yield f"- `{sidecar.file}`: {_WHAT_SIDECARS_ARE[sidecar.kind]}{trust}"
+        yield f"- `{_cell(sidecar.file)}`: {_WHAT_SIDECARS_ARE[sidecar.kind]}{trust}"
     yield ""
 
 
@@ -358,9 +358,15 @@ def _row(label: str, value: object, source: str) -> tuple[object, ...]:
 
 
 def _cell(value: object) -> str:
-    """Text that cannot break out of a table or a line."""
+    """Text that cannot break out of a table, a line or a piece of code."""
     text = "".join(c if c.isprintable() else " " for c in str(value))
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+
+
+def _paragraph(text: str) -> str:
+    """Text that is no heading, list or rule, whatever it begins with."""
+    cell = _cell(text).strip()
+    return cell if not cell or cell[0].isalnum() else f"\\{cell}"
 
 
 def _table(head: Sequence[str], rows: Iterable[tuple[object, ...]]) -> Iterator[str]:

@@ -18,6 +18,8 @@ from ds4q.cli import common, registry_own
 from ds4q.cli.registry_shared import load, models_option, open_store, registry_option
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from ds4q.registry.card import Sources
     from ds4q.registry.entries import Entry, Registry, Sidecar
     from ds4q.registry.installed import Held, Model, Stray
@@ -156,7 +158,12 @@ def status(
     help="A report of 'ds4q verify --json' of this artifact.",
 )
 @click.option("--device", metavar="NAME", help="The device on which its gates ran.")
-@click.option("--date", metavar="YYYY-MM-DD", help="The day on which they ran.")
+@click.option(
+    "--date",
+    type=click.DateTime(["%Y-%m-%d"]),
+    metavar="YYYY-MM-DD",
+    help="The day on which they ran.",
+)
 @registry_option
 @models_option
 @common.json_option
@@ -165,7 +172,7 @@ def card(
     name: str,
     report: Path | None,
     device: str | None,
-    date: str | None,
+    date: datetime | None,
     origin: str | None,
     folder: Path | None,
     as_json: bool,
@@ -186,7 +193,8 @@ def card(
     if (device is None) != (date is None) or (device is not None and report is None):
         raise click.UsageError("--device and --date belong together, and to --verify")
     registry, store = load(origin), open_store(folder)
-    sources = _card_sources(registry, store, registry.resolve(name), report, (device, date))
+    where = device, None if date is None else date.date().isoformat()
+    sources = _card_sources(registry, store, registry.resolve(name), report, where)
     text = render(sources)
     if as_json:
         common.emit_json({"tag": sources.entry.tag, "card": text})

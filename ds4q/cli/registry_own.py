@@ -155,13 +155,14 @@ class Registration:
         from ds4q.artifact.hfq import ARCH_DEEPSEEK4
         from ds4q.registry.add import check_early
 
-        self._registry, self._local = _own_registry(None)
         self._tag, self._out = tag, out
-        check_early(self._registry, out.name, tag, ARCH_DEEPSEEK4)
+        check_early(load(None), out.name, tag, ARCH_DEEPSEEK4)
 
     def finish(self, summary: Summary, *, quiet: bool) -> Added:
         """Register what the job wrote; what it has just hashed is not hashed again."""
         from ds4q.registry.add import Wish
+        from ds4q.registry.entries import load_registry
+        from ds4q.registry.sources import local_registry_path
 
         paths = [output.path for output in summary.plan.outputs]
         digests = [receipt.sha256 for receipt in summary.receipts]
@@ -169,8 +170,8 @@ class Registration:
         wish = Wish(self._tag, drafts=paths[1:])
         try:
             return _register(
-                self._registry,
-                self._local,
+                load_registry(offline=True),  # others may have registered while the job ran
+                local_registry_path(),
                 self._out,
                 wish,
                 open_store(None),

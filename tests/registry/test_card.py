@@ -267,6 +267,8 @@ def test_text_cannot_break_out_of_the_card(known: Entry) -> None:
     assert text.count("## Files\n") == 1
     assert "<script>" not in text
     assert "| quantization | x\\|y | entry |" in text
+    for desc in ("# Files", "- item", "---", "  > quote", "`code`"):
+        assert f"\n\\{desc.strip().replace('`', chr(39))}\n" in card(replace(known, desc=desc))
 
 
 def test_every_published_tag_has_a_card() -> None:
@@ -320,6 +322,6 @@ def test_other_reports_are_refused(known: Entry, document: object, says: str) ->
     check_refused(ReportError, lambda: read_measured(raw, known, "v.json"), says=[says])
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 100_000, b'{"a": NaN}'])
 def test_what_is_no_json_is_refused(known: Entry, raw: bytes) -> None:
     check_refused(ReportError, lambda: read_measured(raw, known, "v.json"), path="v.json")
