@@ -18,6 +18,7 @@ from ds4q.registry.schema import Problem, shown
 SIDECAR_KINDS = ("receipt", "dspark", "mtp", "adapter", "triattn")
 """In the order in which they are fetched: the receipt says what the trunk has to be."""
 
+PROFILES = ("general", "coding", "instruct")
 RECEIPT_SUFFIX = ".receipt"
 SIZE_TOLERANCE = 0.25
 GB = 10**9
@@ -111,7 +112,7 @@ def _sidecar_rules(tag: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _budget_rules(where: tuple[str, ...], entry: Mapping[str, Any]) -> Iterator[Problem]:
     profiles = entry.get("sampling_profiles", {})
-    settings = [(("sampling_profiles", name), said) for name, said in profiles.items()]
+    settings = [(("sampling_profiles", n), profiles[n]) for n in PROFILES if n in profiles]
     for at, said in [*settings, (("recommended_settings",), entry.get("recommended_settings", {}))]:
         if "thinking_budget" in said:
             what = "a thinking budget means nothing to a model with reasoning efforts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -220,6 +221,70 @@ def test_a_damaged_document_is_refused_or_means_what_it_says(data: st.DataObject
         assert all(registry.resolve(tag) is found for tag, found in registry.entries.items())
         assert json.loads(document_text(registry))["models"].keys() == registry.entries.keys()
     assert said.isprintable()
+
+
+ODD = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        -1,
+        1.5,
+        10**300,
+        "",
+        "x",
+        "../x",
+        "\u202e",
+        [],
+        {},
+        {"x": 1},
+        [1],
+        FLASH,
+        SHA_A,
+    ]
+)
+FULL = document(
+    {
+        f"{FLASH}-preview": entry(
+            dspark={"file": "d", "unverified": True},
+            mtp={"file": "m", "sha256": SHA_B, "size_bytes": 5},
+            recommended_settings={"top_k": 5},
+            sampling_profiles={"coding": {"temperature": 1}},
+        ),
+        "b": entry(file="b"),
+    },
+    {"ds4": f"{FLASH}-preview"},
+)
+
+
+def places(value: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    inner = value.items() if isinstance(value, dict) else ()
+    return [at, *(place for key, each in inner for place in places(each, (*at, key)))]
+
+
+@settings(max_examples=80)
+@given(st.lists(st.tuples(st.sampled_from(places(FULL)), st.booleans(), ODD), max_size=3))
+def test_a_document_of_odd_values_is_refused_or_usable(
+    changes: list[tuple[tuple[str, ...], bool, Any]],
+) -> None:
+    odd = json.loads(json.dumps(FULL))
+    for place, new_key, value in changes:
+        into: Any = odd
+        for key in place if new_key else place[:-1]:
+            into = into.get(key) if isinstance(into, dict) else None
+        if isinstance(into, dict) and (place or new_key):
+            into["new" if new_key else place[-1]] = copy.deepcopy(value)
+    problems = check_document(raw(odd), "r.json")
+    if any(problem.fatal for problem in problems):
+        with pytest.raises(DocumentError):
+            read(odd)
+    else:
+        registry = read(odd)
+        assert len(registry.warnings) == len(problems)
+        names = [item.file for found in registry.entries.values() for item in found.sidecars]
+        names += [found.file for found in registry.entries.values()]
+        assert not any("/" in name or name.startswith(".") for name in names)
+        assert all(registry.resolve(alias).tag == tag for alias, tag in registry.aliases.items())
 
 
 # --- which document ---------------------------------------------------------------------------

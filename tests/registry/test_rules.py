@@ -151,3 +151,7 @@ def test_a_deepseek_that_no_rule_knows_is_told() -> None:
     assert said(document({"ds4-tiny:fp4": entry()})) == {}
     (problem,) = said(document({f"{FLASH}-lite": entry()}))
     assert problem.startswith(f"{FLASH}-lite: arch_id: tag '{FLASH}-lite' maps to no architecture")
+
+
+def test_a_profile_that_nobody_knows_is_not_looked_into() -> None:
+    assert one(sampling_profiles={"new": 5}) == {}
