@@ -32,8 +32,8 @@ Sizes take `8GiB` (1024s), `98GB` (1000s) or a number of bytes.
 | environment | meaning |
 |---|---|
 | `DS4Q_<COMMAND>_<OPTION>` | value of an option: `DS4Q_RUN_THREADS=4` is `ds4q run --threads 4` |
-| `DS4Q_HOME` | where models, your own registry and what was compiled are kept: `~/.cache/ds4q` if unset |
-| `DS4Q_REGISTRY_URL` | the registry document to use in place of the bundled one, see [registry](registry.md) |
+| `DS4Q_HOME` | folder of models, of your registry and of what was compiled: `~/.cache/ds4q` |
+| `DS4Q_REGISTRY_URL` | the [registry](registry.md) document to use in place of the bundled one |
 | `DS4Q_REFERENCE=1` | the numpy reference in place of every compiled kernel: slow, for checking |
 """
 

@@ -311,8 +311,10 @@ def _print_report(report: Report) -> None:
     for check in report.checks:
         for note in check.notes:
             click.echo(one_line(f"{check.name}: {note}"))
-    for line in report.failure_lines():
-        common.say(one_line(line))
+    for check in report.checks:
+        for line in check.lines():  # that name their tag, mostly
+            known = line.startswith(f"{check.name}: ")
+            common.say(one_line(line if known else f"{check.name}: {line}"))
     click.echo(f"{one_line(str(report.artifact['path']))}: {'ok' if report.ok else 'FAILED'}")
 
 
