@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ds4q import __version__
-from examples.ci.damage import WAYS, damage
+from examples.ci.damage import WAYS, Copy, damage
 from tests.examples.actions import ROOT, Ran, load, run_action, uses_of_the_action
 from tests.registry.folders import good_folder
 
@@ -146,8 +146,7 @@ def test_every_way_to_break_is_red_where_it_was_broken(way: str, broken: Broken)
 def test_every_way_alone_fails_the_job(way: str, good: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "work"
     workspace.mkdir()
-    damage(good, workspace)
-    shutil.move(workspace / way, workspace / "models")
+    WAYS[way](Copy(good, workspace / "models"))
     ran = use(workspace)
     assert ran.status == 1
     assert ran.outputs["ok"] == "false"
