@@ -15,8 +15,10 @@ import numpy.typing as npt
 from benchmarks.gpu_bench import Bench, close
 from benchmarks.gpu_torch import stacked_times
 from ds4q.artifact.formats import Coding, MixRow, codec_for, hfp4g32
+from ds4q.artifact.formats._fwht import rotate
 from ds4q.artifact.types import (
     HFP4G32,
+    MQ2_LLOYD,
     Q8F16,
     ROCMFP2_MIX,
     ROCMFP3,
@@ -36,7 +38,7 @@ POOL_BYTES = 3_200_000_000  # of each of gate and up, and down, that steps take 
 DRAWN = 12  # different experts; all others are copies of them
 LAUNCHES = 64
 BOUND = 1e-5  # of a float32 sum of thousands of products, and SwiGLU
-KINDS = (HFP4G32, ROCMFP3, ROCMFP3_MIX, ROCMFP2_MIX)
+KINDS = (HFP4G32, ROCMFP3, ROCMFP3_MIX, ROCMFP2_MIX, MQ2_LLOYD)
 TARGET = {HFP4G32.id: 0.60, ROCMFP3.id: 0.45, ROCMFP3_MIX.id: 0.45, ROCMFP2_MIX.id: 0.45}
 BOOKS = {  # two books of levels where a type has them in a table, exact in bf16
     ROCMFP3_MIX.id: ((-4, -2, -1, -0.25, 0.5, 1, 2, 4), (-3, -1.5, -0.5, 0, 0.25, 1.25, 2.5, 3.5)),
@@ -57,7 +59,11 @@ def random_rows(kind: TensorType, rows: int, k: int, rng: np.random.Generator) -
     if kind is HFP4G32:
         codes = rng.integers(0, 256, (rows, k // 2), np.uint8)
         return hfp4g32.repack(codes, rng.integers(116, 121, (rows, k // 32), np.uint8))
-    units = rng.integers(0, 256, (rows, k // 32, kind.block_bytes), np.uint8)
+    units = rng.integers(0, 256, (rows, k // kind.block, kind.block_bytes), np.uint8)
+    if kind is MQ2_LLOYD:
+        levels = np.sort(rng.standard_normal((rows, k // kind.block, 4)) / 64).astype("<f2")
+        units[:, :, :8] = levels.view(np.uint8)
+        return units.reshape(rows, -1)
     scales = rng.integers(0x08, 0x18, (rows, k // 32, 2), np.uint8)
     if kind.id in BOOKS:
         scales |= rng.integers(0, 2, scales.shape, np.uint8) << 7  # which book
@@ -85,6 +91,8 @@ class Pool:
         self._table = self._put(self._fill(decoder)).address
         self._ids = self._put(self.ids).address
         self._x = self._put(self.x).address
+        self.is_rotated = decoder in packing.ROTATED
+        self._rotated = self._put(rotate(self.x)).address if self.is_rotated else self._x
         self._weights = self._put(self.weights).address
         self.hidden = self._put(np.zeros((CHOSEN + 1) * WIDTH, np.float32))
         self._parts = self._put(np.zeros((CHOSEN + 1) * HIDDEN, np.float32))
@@ -117,7 +125,7 @@ class Pool:
         """Queue gate, up and SwiGLU of a step."""
         self.bench.kernels.launch(
             self.bench.stream, "moe.hip", "moe_gate_up", packing.gate_up_grid(WIDTH, CHOSEN, 1),
-            self._table, 0, self._ids + 4 * CHOSEN * step, self._x, self._x,
+            self._table, 0, self._ids + 4 * CHOSEN * step, self._x, self._rotated,
             self.hidden.address, LIMIT, CHOSEN, 1, defines=self._defines,
         )  # fmt: skip
 
@@ -129,15 +137,29 @@ class Pool:
             self._parts.address, CHOSEN, 1, defines=self._defines,
         )  # fmt: skip
 
+    def rotate(self, step: int) -> None:
+        """Queue the rotation of what gate and up read, and of what down reads."""
+        self.bench.kernels.launch(
+            self.bench.stream, "rotate.hip", "rotate", packing.rotate_grid(HIDDEN, 1),
+            self._x, self._rotated, HIDDEN,
+        )  # fmt: skip
+        self.bench.kernels.launch(
+            self.bench.stream, "rotate.hip", "rotate_hidden",
+            packing.rotate_hidden_grid(WIDTH, CHOSEN, 1),
+            self._table, 0, self._ids + 4 * CHOSEN * step, self.hidden.address, WIDTH, CHOSEN,
+        )  # fmt: skip
+
     def check(self) -> None:
         """Compare a step with float64."""
         self.gate_up(0)
+        hidden = self.bench.take(self.hidden, CHOSEN * WIDTH)
+        if self.is_rotated:
+            self.rotate(0)
         self.down(0)
         self.bench.kernels.launch(
             self.bench.stream, "hyper.hip", "hc_sum", packing.sum_grid(HIDDEN, 1),
             self._parts.address, self.out.address, self.out.address, CHOSEN + 1, HIDDEN,
         )  # fmt: skip
-        hidden = self.bench.take(self.hidden, CHOSEN * WIDTH)
         out = self.bench.take(self.out, HIDDEN)
         expected, total = [], np.zeros(HIDDEN)
         for slot, expert in enumerate(self.ids[:CHOSEN] % DRAWN):
@@ -175,9 +197,13 @@ def steps(bench: Bench) -> None:
                 measure = f"{kind.name} {name}"
                 times = bench.replayed(queue, LAUNCHES)
                 part = bench.add_rate(measure, times, CHOSEN * one)
-                print(f"  {part:.0%} of copy, target {TARGET[kind.id]:.0%}")
+                told = f", target {TARGET[kind.id]:.0%}" if kind.id in TARGET else ""
+                print(f"  {part:.0%} of copy{told}")
                 if name in torch:
                     bench.add_value(f"torch bf16 / {measure}", torch[name] / times.median, "x")
+            if pool.is_rotated:
+                times = bench.replayed(pool.rotate, LAUNCHES)
+                bench.add_value(f"{kind.name} both rotations", 1e6 * times.median, "us")
 
 
 def once(bench: Bench) -> None:

@@ -240,8 +240,8 @@ def test_launches_for_bands_of_experts_give_the_bits_of_one_launch(rig: Rig) -> 
             arguments = table, third, at, x, x, hidden, LIMIT, k, tokens
             rig.run("moe.hip", "moe_gate_up", grid, *arguments, **defines)
             grid = matrix.down_grid(D, k, tokens)[0], slots, tokens
-            arguments = table, third, at, weights, hidden, parts, k, tokens
-            rig.run("moe.hip", "moe_down", grid, *arguments, **defines)
+            then = table, third, at, weights, hidden, parts, k, tokens
+            rig.run("moe.hip", "moe_down", grid, *then, **defines)
         return [rig.get(hidden, (tokens, k + 1, WIDTH)), rig.get(parts, (tokens, k + 1, D))]
 
     alone = np.full_like(ids, -2)

@@ -117,7 +117,7 @@ def mq2lloyd(levels: Array, codes: Array) -> tuple[Weight, Array]:
     each = codes.reshape(m, k // 256, 64, 4)
     data[:, :, 8:] = sum(each[..., i] << 2 * i for i in range(4))
     stored = np.take_along_axis(levels.astype(np.float64), codes.reshape(m, -1, 256), axis=2)
-    hadamard = np.ones((1, 1))
+    hadamard: Array = np.ones((1, 1))
     for _ in range(8):
         hadamard = np.kron([[1, 1], [1, -1]], hadamard)
     values = (stored * signs(1042)) @ hadamard / 16 * signs(42)
