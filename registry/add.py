@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -167,11 +167,17 @@ def add(
     described = _describe(file, wish, earlier, check_adapter, sha256)
     entry = described.entry
     _check_rules(registry, wish.tag, entry)
-    if dry_run:
-        was = None if earlier is None else earlier.raw
-    else:
-        with _locked(local):
-            was = _change(local, wish.tag, entry)
+    with nullcontext() if dry_run else _locked(local):
+        was, document = _after(local, wish.tag, entry)
+        text = canonical(document)
+        problems = check_document(text.encode(), str(local), beneath=registry.entries)
+        if problems:
+            raise AddError(
+                "; ".join(map(str, problems)), path=local, remedy="mend the document first"
+            )
+        if was != entry and not dry_run:
+            write_whole(local, text)
+            fsync_folder(local.parent)
     before = was or {}
     changed = sorted(k for k in {*entry, *before} if entry.get(k) != before.get(k))
     return Added(wish.tag, entry, local, was, tuple(changed), tuple(described.warnings))
@@ -180,7 +186,14 @@ def add(
 def forget(local: Path, tag: str) -> bool:
     """Take a tag out of the user's own registry; whether it was there. No file of a model goes."""
     with _locked(local):
-        return _change(local, tag, None) is not None
+        was, document = _after(local, tag, None)
+        if was is not None:
+            if document["models"]:
+                write_whole(local, canonical(document))
+            else:
+                local.unlink()  # a document holds one entry or more
+            fsync_folder(local.parent)
+    return was is not None
 
 
 def _describe(
@@ -325,23 +338,20 @@ def _locked(local: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _change(local: Path, tag: str, entry: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Put ``entry`` under ``tag``, or take it out, and return what stood there before."""
+def _after(
+    local: Path, tag: str, entry: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
+    """What stands under ``tag`` in the document, and the document with ``entry`` in its place.
+
+    Without an entry the tag goes, and its aliases with it.
+    """
     document = _document({}, {})
     if local.exists():
         document |= parse(read_file(str(local)), str(local))
     models, aliases = dict(document["models"]), dict(document.get("aliases", {}))
     was: Mapping[str, Any] | None = models.pop(tag, None)
-    if was == entry:
-        return was
     if entry is not None:
         models[tag] = entry
-    elif not models:
-        local.unlink()  # a document holds one entry or more
-        fsync_folder(local.parent)
-        return was
     else:
         aliases = {alias: to for alias, to in aliases.items() if to != tag}
-    write_whole(local, canonical(document | _document(models, aliases)))
-    fsync_folder(local.parent)
-    return was
+    return was, document | _document(models, aliases)

@@ -348,6 +348,24 @@ def test_one_file_name_is_one_file(file: Path, local: Path) -> None:
     assert added(local, file, Wish("same")).was is None
 
 
+@pytest.mark.parametrize("where", ["own", "other", "top"])
+def test_an_unknown_key_is_an_error_where_an_entry_is_added(
+    file: Path, local: Path, where: str
+) -> None:
+    added(local, file)
+    added(local, file, Wish("other"))
+    text = json.loads(local.read_text())
+    place = text if where == "top" else text["models"][TAG if where == "own" else "other"]
+    place["odd"] = 1
+    local.write_text(json.dumps(text))
+    before = local.read_bytes()
+    wish = Wish(TAG, desc="mine")
+    check_refused(AddError, lambda: added(local, file, wish), says=["odd: unknown key"])
+    check_refused(AddError, lambda: added(local, file, wish, dry_run=True), says=["odd"])
+    assert local.read_bytes() == before
+    assert forget(local, "other")  # what is taken out cannot be wrong
+
+
 def test_a_registry_that_cannot_be_read_is_left_as_it_is(file: Path, local: Path) -> None:
     known = load_registry(offline=True)
     local.write_text("{")
