@@ -99,12 +99,13 @@ def test_gguf_py_decodes_the_values_that_the_artifact_has(recipe: str, tmp_path:
     api.quantize(TINY, file, recipe=recipe, warn=lambda line: None)
     api.export(file, out, to="gguf")
     found = Gguf(out)
+    decoded = {name: found.values(name) for name, kind in found.types.items() if kind != "I32"}
     with Reader(file) as reader:
         for entry in reader.tensors.values():
             if entry.type_id == TIDI32.id:
                 continue
             name, place = str(gguf_name(entry.name)), expert_of(entry.name)
-            values = found.values(name)
+            values = decoded[name]
             expected = codec_for(entry.type_id).decode(reader.read(entry.name), entry.shape)
             # As values: of code 8, which is -0, gguf-py makes +0.
             assert np.array_equal(values if place is None else values[place[1]], expected), name
