@@ -223,8 +223,8 @@ def _describe(
             "arch_id": reader.arch_id,
             "quant": quant_for(file.name, ours),
         }
-        if ours is not None:
-            entry["quant_recipe"] = ours["recipe"]
+        if ours is not None and ours.get("recipe"):
+            entry["quant_recipe"] = str(ours["recipe"])
         described = _Described(entry)
         beside = companions(file.name)
         receipt = file.with_name(next(n for n, kind in beside.items() if kind == "receipt"))
@@ -251,6 +251,8 @@ def _describe(
             if check_adapter is not None:
                 check_adapter(wish.adapter, file)
             entry["adapter"] = _sidecar(wish.adapter, sha256(wish.adapter))
+            if wish.adapter.parent.resolve() != file.parent.resolve():
+                described.warnings.append(f"{wish.adapter} has to lie beside {file} to be found")
         entry |= _said(entry, reader, wish, earlier)
     return described
 
@@ -263,18 +265,22 @@ def _said(
     entry: Mapping[str, Any], reader: Reader, wish: Wish, earlier: Entry | None
 ) -> dict[str, Any]:
     """What people say of an artifact, or what stands in for it."""
-    before = {} if earlier is None else dict(earlier.raw)
-    said = {key: value for key, value in before.items() if key not in COMPUTED}
-    if wish.replace or (earlier is not None and earlier.repo):
-        said = {}  # another model's words
+    said: dict[str, Any] = {}
+    if earlier is not None and not earlier.repo and not wish.replace:  # else another model's words
+        said = {key: value for key, value in earlier.raw.items() if key not in COMPUTED}
+        if said["desc"] in (_description(earlier.raw, part=part) for part in (False, True)):
+            del said["desc"]
+        if said["min_vram_gb"] == _need_gb(earlier.raw):
+            del said["min_vram_gb"]
     said["repo"] = ""
     said.pop("revision", None)
     if wish.desc is not None:
         said["desc"] = wish.desc
-    said.setdefault("desc", _description(entry, reader))
+    part = bool((own_metadata(reader) or {}).get("partial"))
+    said.setdefault("desc", _description(entry, part=part))
     if wish.min_vram_gb is not None:
         said["min_vram_gb"] = wish.min_vram_gb
-    said.setdefault("min_vram_gb", _rounded_up(entry["size_bytes"] / GB))
+    said.setdefault("min_vram_gb", _need_gb(entry))
     generation = reader.metadata.get("generation_config")
     if "sampling" not in said and isinstance(generation, dict):
         most = {"temperature": 2, "top_p": 1}
@@ -284,12 +290,16 @@ def _said(
     return said
 
 
-def _description(entry: Mapping[str, Any], reader: Reader) -> str:
-    ours = own_metadata(reader) or {}
-    model = ARCH_NAMES.get(reader.arch_id, f"arch {reader.arch_id}")
+def _description(entry: Mapping[str, Any], *, part: bool) -> str:
+    model = ARCH_NAMES.get(entry["arch_id"], f"arch {entry['arch_id']}")
     recipe = f", recipe {entry['quant_recipe']}" if "quant_recipe" in entry else ""
-    part = ", a part of the model only" if ours.get("partial") else ""
-    return f"{model} as {entry['quant']}{recipe}{part}"
+    return f"{model} as {entry['quant']}{recipe}" + (", a part of the model only" if part else "")
+
+
+def _need_gb(entry: Mapping[str, Any]) -> float | None:
+    """Memory for the whole file in GB, where its length is known."""
+    size_bytes = entry.get("size_bytes")
+    return None if size_bytes is None else _rounded_up(size_bytes / GB)
 
 
 def _rounded(value: float) -> float:

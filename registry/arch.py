@@ -195,7 +195,7 @@ def quant_for(file: str, ours: Mapping[str, Any] | None = None) -> str:
         return word
     # A recipe of rules may have any name; its digest tells it from ours.
     recipe = None if "recipe_sha256" in ours else ours.get("recipe")
-    if recipe in OWN_RECIPES:
+    if isinstance(recipe, str) and recipe in OWN_RECIPES:
         return OWN_RECIPES[recipe]
     if ours.get("private_qt") is True:
         return MIXED

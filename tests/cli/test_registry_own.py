@@ -104,7 +104,7 @@ def test_add_refuses_an_adapter_of_another_model(file: Path) -> None:
 
 
 def test_an_adapter_is_registered_with_its_own_model(
-    tiny_artifact: Path, random_artifact: Path, tmp_path: Path, home: Path
+    tiny_artifact: Path, tmp_path: Path, home: Path
 ) -> None:
     with Reader(tiny_artifact) as reader:
         identity = artifact_identity(reader)
@@ -113,16 +113,17 @@ def test_an_adapter_is_registered_with_its_own_model(
     about = About(identity, STATE, TARGET, NORMALISATION, 0.5, 5, ("x",))
     a, b = np.zeros((2, d), np.float32), np.zeros((experts, 2), np.float32)
     zeros = Entry(a, b, np.zeros(experts, np.float32))
-    adapter = tmp_path / "a.bin"
+    adapter, other = tmp_path / "a.bin", replace(about, artifact="0" * 32)
+    write_adapter(adapter, Adapter({0: zeros}, other))
+    assert "another model" in refused("add", tiny_artifact, "--adapter", adapter)
     write_adapter(adapter, Adapter({0: zeros}, about))
-    assert "another model" in refused("add", random_artifact, "--adapter", adapter)
     (home / "models").mkdir(parents=True)
     for path in (tiny_artifact, adapter):
         shutil.copy(path, home / "models")
     file, tag = home / "models" / tiny_artifact.name, tiny_artifact.stem
     assert told("add", file, "--adapter", adapter)["entry"]["adapter"]["file"] == "a.bin"
     assert told("verify", tag)["checks"][1]["figures"]["sidecars"] == 1
-    write_adapter(adapter, Adapter({0: zeros}, replace(about, artifact="0" * 32)))
+    write_adapter(adapter, Adapter({0: zeros}, other))
     shutil.copy(adapter, home / "models")
     own = json.loads((home / "registry.json").read_text())
     own["models"][tag]["adapter"] = sidecar("a.bin", adapter.read_bytes())

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ds4q.registry.errors import DocumentError, UnknownQuantError, UnsafeNameErr
 from ds4q.registry.verify import SidecarError
 from tests.artifact import build
 from tests.checks import check_refused
+from tests.quantize import models
 from tests.quantize.damage import flip
 from tests.registry.documents import document, entry
 from tests.registry.shelves import made, registry_of
@@ -127,6 +129,17 @@ def test_words_of_people_are_kept_and_can_be_changed(file: Path, local: Path) ->
     done = added(local, file, Wish(TAG, desc="yours"))
     assert done.changed == ("desc",)
     assert (done.entry["desc"], done.entry["min_vram_gb"]) == ("yours", 7)
+
+
+def test_words_of_nobody_follow_the_bytes(file: Path, local: Path, tmp_path: Path) -> None:
+    added(local, file)
+    for path in file.parent.iterdir():
+        path.unlink()
+    models.run(models.mini(tmp_path / "source"), file, recipe="fp4-q8")
+    done = added(local, file)
+    assert done.entry["desc"] == "DeepSeek V4 as fp4q8, recipe fp4-q8, a part of the model only"
+    assert done.entry["min_vram_gb"] * 1e9 >= file.stat().st_size
+    assert {"desc", "min_vram_gb", "quant", "quant_recipe", "sha256"} <= set(done.changed)
 
 
 def test_settings_typed_into_the_own_registry_are_kept(file: Path, local: Path) -> None:
@@ -280,6 +293,11 @@ def test_an_adapter_is_registered_if_it_is_the_models(file: Path, local: Path) -
     done = added(local, file, wish, check_adapter=lambda a, t: asked.append((a, t)))
     assert done.entry["adapter"] == told(adapter)
     assert asked == [(adapter, file)]
+    assert done.warnings == ()
+    away = adapter.rename(file.parents[1] / "a.bin")
+    done = added(local, file, replace(wish, adapter=away))
+    assert done.warnings == (f"{away} has to lie beside {file} to be found",)
+    away.rename(adapter)
 
     def refuse(path: Path, trunk: Path) -> None:
         raise SidecarError("of another model", path=path)
@@ -318,6 +336,13 @@ def test_tags_that_mean_something_else_are_refused(
 def test_good_tags_are_not_refused_early(home: Path) -> None:
     for tag in (TAG, "deepseek-v4-flash:fp4", "deepseek-v4-flash-0731:mine"):
         check_early(load_registry(offline=True), "x.hfq", tag, 9)
+
+
+@pytest.mark.parametrize("recipe", [b"[]", b"5", b"null", b'"no such"'])
+def test_a_recipe_that_is_no_word_is_refused(home: Path, local: Path, recipe: bytes) -> None:
+    home.mkdir()
+    (home / "a.hfq").write_bytes(build.sealed(ours={"recipe": json.loads(recipe)}))
+    check_refused(UnknownQuantError, lambda: added(local, home / "a.hfq"))
 
 
 @pytest.mark.parametrize("name", ["a/b.hfq", "..", ".hidden.hfq", ""])
