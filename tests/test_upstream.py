@@ -318,3 +318,11 @@ def test_the_type_is_no_choice_of_a_recipe(tmp_path: Path) -> None:
     line = refused("quantize", upstream.TINY, "-o", out, "--recipe", tmp_path / "x.toml")
     assert "MQ2G256Lloyd" in line
     assert not out.exists()
+
+
+def test_a_checkpoint_cannot_vouch_for_a_fit_that_is_not_made_again(trunk: Path) -> None:
+    report = api.verify(trunk, source=upstream.TINY)
+    (check,) = [check for check in report.checks if check.name == "source"]
+    messages = {(failure.message, failure.found) for failure in check.failures if failure.tensor}
+    assert messages == {("type cannot come from this source", "MQ2G256Lloyd")}
+    assert not report.ok

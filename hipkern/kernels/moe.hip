@@ -19,8 +19,9 @@
 //
 // Measured on an NVIDIA H200 (device copy 4.28 TB/s), top-6 of 256 experts, d 4096, width 2048, no
 // shared expert, graph replays over all experts: gate and up 26.9 us in HFP4G32 (47 % of the copy),
-// 31.1 us in 104 (33 %), 26.9 us in 106 (27 %); down 15.6, 17.7 and 15.1 us (41, 29 and 24 %). What
-// they issue bounds them, not what they move. Nothing here has run on AMD hardware.
+// 31.1 us in 104 (33 %), 26.9 us in 106 (27 %); down 15.6, 17.7 and 15.1 us (41, 29 and 24 %); in 19
+// 22.7 us (29 %) and 12.8 us (26 %). What they issue bounds them, not what they move. Nothing here
+// has run on AMD hardware.
 #include "ds4q_rows.h"
 
 #ifndef DS4Q_GATE  // decoder of the routed experts' gate and up; 0: each matrix says its own

@@ -24,7 +24,7 @@ from ds4q.artifact import (
     tables,
     types,
 )
-from ds4q.artifact.formats import hfp4g32
+from ds4q.artifact.formats import _fwht, hfp4g32, mq2lloyd
 from ds4q.artifact.numeric import E2M1, E8M0
 from ds4q.artifact.tables import expert_name
 from tests.artifact import refusals, rulings, test_hfq, test_hfq_rulings
@@ -455,6 +455,19 @@ def test_what_the_page_claims_of_its_own_tests() -> None:
     for kind in types.TYPES.values():
         if kind.codec:
             importlib.import_module(f"ds4q.artifact.formats.{kind.codec}")
+
+
+def test_mq2_lloyd_and_its_rotation() -> None:
+    fields, signs, rotated = TABLES["4.3 MQ2G256Lloyd"]
+    ends = [int(row["offset"]) + int(row["bytes"]) for row in fields]
+    assert ends == [mq2lloyd.LEVEL_BYTES, types.MQ2_LLOYD.block_bytes]
+    for row, used in zip(signs, (_fwht.BEFORE, _fwht.AFTER), strict=True):
+        assert (used == _fwht.signs(int(row["seed"]))).all()
+        assert np.packbits(used > 0, bitorder="little").tobytes().hex() == plain(row["bits"])
+    ramp = np.arange(-128, 128, dtype=np.float32)
+    (said,) = rotated
+    assert [float(said[str(i)]) for i in range(8)] == _fwht.rotate(ramp)[:8].tolist()
+    assert f"a multiple of {types.MQ2_LLOYD.row_multiple}" in TEXT
 
 
 def test_page_is_shipped_and_names_its_sources() -> None:
