@@ -180,23 +180,27 @@ class _Handler(BaseHTTPRequestHandler):
                 if start >= size:
                     self._short(416, {"Content-Range": f"bytes */{size}"}, b"")
                     return
-                self.send_response(206)
+                self._begin(206, fault)
                 first = start + fault.shift
                 told = f"bytes {first}-{stop - 1 + fault.shift}/{size + fault.add_total}"
                 self.send_header("Content-Range", told)
                 self.send_header("Content-Length", str(stop - start))
             else:
-                self.send_response(200)
+                self._begin(200, fault)
                 self.send_header("Content-Length", str(size + fault.add_total))
             self.send_header("Last-Modified", formatdate(status.st_mtime, usegmt=True))
             if etag:
                 self.send_header("ETag", etag)
             for name, value in fault.headers:
                 self.send_header(name, value)
-            for line in fault.lines:
-                self._headers_buffer.append(line + b"\r\n")  # type: ignore[attr-defined]
             self.end_headers()
             self._body(file, start, stop, fault)
+
+    def _begin(self, status: int, fault: Fault) -> None:
+        """The status, and in front of what matters the lines that may disturb a reader."""
+        self.send_response(status)
+        for line in fault.lines:
+            self._headers_buffer.append(line + b"\r\n")  # type: ignore[attr-defined]
 
     def _body(self, file: Any, start: int, stop: int, fault: Fault) -> None:
         end = stop if fault.stop_after is None else min(stop, start + fault.stop_after)

@@ -293,6 +293,20 @@ def test_a_stop_leaves_the_partial_file_and_no_thread(
     assert [t.name for t in threading.enumerate() if t.name == "ds4q-fetch"] == []
 
 
+def test_a_stop_does_not_wait_for_a_silent_server(
+    server: Server, digest: str, tmp_path: Path
+) -> None:
+    server.fault = lambda request: Fault(stop_after=10_000, stall=True)
+
+    def stop(done: int, total: int) -> None:
+        if len(server.requests) > 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(wanted(server, digest), tmp_path / "a.fp4", progress=stop)
+    assert [t.name for t in threading.enumerate() if t.name == "ds4q-fetch"] == []
+
+
 def test_a_torn_journal_costs_its_torn_lines(
     server: Server, digest: str, source: Path, tmp_path: Path
 ) -> None:
@@ -439,6 +453,19 @@ def test_bytes_that_are_known_to_be_wrong_are_fetched_again(
     assert fetch(wanted(server, digest), to, damaged=damaged) == digest
     assert same(to, source)
     assert server.sent_bytes == SIZE + BLOCK_BYTES
+
+
+def test_each_round_of_a_repair_fetches_what_it_was_told(
+    server: Server, digest: str, source: Path, tmp_path: Path
+) -> None:
+    to = tmp_path / "a.fp4"
+    server.script(Fault(flip_at=100), Fault(flip_at=100))
+    check_refused(DigestError, lambda: fetch(wanted(server, digest), to, ranges=1))
+    server.settle()
+    told = iter([[(0, BLOCK_BYTES)], [(2 * BLOCK_BYTES, BLOCK_BYTES)]])
+    assert fetch(wanted(server, digest), to, damaged=lambda partial: next(told)) == digest
+    assert same(to, source)
+    assert server.sent_bytes == 2 * BLOCK_BYTES
 
 
 def test_a_repair_that_does_not_help_ends(server: Server, tmp_path: Path) -> None:
