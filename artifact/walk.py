@@ -252,9 +252,10 @@ class ReceiptDigests:
         """The whole file, once it has been read."""
         self.check.figures["sha256"] = found
         if found != self.receipt.sha256:
+            rest = "; index and payloads agree, so it is the metadata or the padding that differs"
             self.check.fail(
                 Failure(
-                    "SHA-256 of the file differs from the receipt",
+                    f"SHA-256 of the file differs from the receipt{rest if self.check.ok else ''}",
                     expected=self.receipt.sha256,
                     found=found,
                 )

@@ -53,14 +53,19 @@ class Ran:
     log: str
 
 
-def run_action(given: Mapping[str, str], workspace: Path, temp: Path, **env: str) -> Ran:
-    """Run every step of action.yml in ``workspace`` with the inputs of a workflow's ``with``."""
+def run_action(
+    given: Mapping[str, str], workspace: Path, temp: Path, *, checkout: Path = ROOT, **env: str
+) -> Ran:
+    """Run every step of action.yml in ``workspace`` with the inputs of a workflow's ``with``.
+
+    ``checkout`` is where the runner has put this repository.
+    """
     action = load(ACTION)
     inputs = action["inputs"]
     assert given.keys() <= inputs.keys(), "an input that the action does not have"
     required = {name for name, each in inputs.items() if each.get("required")}
     assert required <= given.keys(), "a required input is missing"
-    values = {"github.action_path": str(ROOT)}
+    values = {"github.action_path": str(checkout)}
     for name, each in inputs.items():
         values[f"inputs.{name}"] = given.get(name, each.get("default", ""))
     status, log = 0, ""

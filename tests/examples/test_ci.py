@@ -18,6 +18,7 @@ from ds4q import __version__
 from examples.ci.damage import WAYS, Copy, damage
 from tests.examples.actions import ROOT, Ran, load, run_action, uses_of_the_action
 from tests.registry.folders import good_folder
+from tests.test_packaging import BUILD_LEFTOVERS, ROOMS
 
 DS4Q = str(Path(sys.executable).with_name("ds4q"))
 WITHOUT_A_TENSOR = {
@@ -219,7 +220,12 @@ def test_the_action_installs_the_version_that_it_is_part_of(workspace: Path) -> 
         "PIP_NO_BUILD_ISOLATION": "0",  # pip reads "no isolation: false" as no isolation
     }
     python = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    ran = run_action(step["with"], workspace, temp, PATH=python, **offline)
+    checkout = workspace.with_name("checkout")  # building writes into it
+    for name in ("ds4q", *ROOMS):
+        shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=BUILD_LEFTOVERS)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "action.yml"):
+        shutil.copy(ROOT / name, checkout)
+    ran = run_action(step["with"], workspace, temp, checkout=checkout, PATH=python, **offline)
     assert ran.status == 0, ran.log
     assert (temp / "ds4q-venv" / "bin" / "ds4q").exists()
 
@@ -227,16 +233,21 @@ def test_the_action_installs_the_version_that_it_is_part_of(workspace: Path) -> 
 # ---------------------------------------------------------------- pre-commit
 
 
+def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """In a repository of its own, even where the tests themselves run in a hook of git."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    env |= {"PRE_COMMIT_HOME": str(cwd.with_name("cache")), "GIT_CONFIG_GLOBAL": os.devnull}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+
 def pre_commit(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    names = {"PRE_COMMIT_HOME": str(cwd.with_name("cache")), "GIT_CONFIG_GLOBAL": os.devnull}
-    names["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    command = [sys.executable, "-m", "pre_commit", *words]
-    return subprocess.run(command, cwd=cwd, env=os.environ | names, capture_output=True, text=True)
+    return run([sys.executable, "-m", "pre_commit", *words], cwd)
 
 
 def git(*words: str, cwd: Path) -> None:
     identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-    subprocess.run(["git", *identity, *words], cwd=cwd, check=True, capture_output=True)
+    assert run(["git", *identity, *words], cwd).returncode == 0
 
 
 @pytest.fixture
