@@ -31,7 +31,7 @@ from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.plan import Plan, plan_slots
-from ds4q.runtime.experts.reading import ExpertReader
+from ds4q.runtime.experts.reading import ExpertReader, helpers_for
 from ds4q.runtime.experts.setup import Setup
 
 THREADS = 4  # that read and copy
@@ -73,6 +73,7 @@ class ExpertCache:
         self._digests: Digests | None = None
         self._stack = ExitStack()
         self._setup = Setup(reader, config, options, self._stack)
+        self._tensors = source.tensors
         self.catalogue = Catalogue(config, source.tensors, path=reader.path)
         self.pools = ExpertPools(self.catalogue.geometry)
         self._plan: Plan | None = None
@@ -171,7 +172,13 @@ class ExpertCache:
 
     def _reading(self, plan: Plan, device: Device) -> tuple[DeviceTransport, Pager]:
         self._setup.record(self.catalogue, plan)
-        files = ExpertReader(self._reader, self.catalogue, digests=self._digests)
+        files = ExpertReader(
+            self._reader,
+            self.catalogue,
+            digests=self._digests,
+            helpers=helpers_for(THREADS),
+            legal=self._tensors.check_whole if self._options.check_reads else None,
+        )
         self._stack.callback(files.close)
         self.notes += files.notes
         transport = DeviceTransport(self.catalogue, files, self.pools, device, threads=THREADS)

@@ -19,7 +19,7 @@ from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.paged import PagedExperts
 from ds4q.runtime.experts.plan import Plan, plan_slots
-from ds4q.runtime.experts.reading import ExpertReader
+from ds4q.runtime.experts.reading import ExpertReader, helpers_for
 from ds4q.runtime.experts.recorded import RecordedExperts
 from ds4q.runtime.experts.resident import OwnedExperts, ResidentExperts
 from ds4q.runtime.experts.setup import Setup
@@ -216,7 +216,14 @@ class _Opening:
         catalogue.bind(self.source)
         self.laps.lap("tables")
         slots = HostSlots(catalogue.geometry, plan.counts)
-        files = ExpertReader(self.reader, catalogue, digests=self.digests, bounces=READ_THREADS)
+        files = ExpertReader(
+            self.reader,
+            catalogue,
+            digests=self.digests,
+            legal=self.source.check_whole if options.check_reads else None,
+            bounces=READ_THREADS,
+            helpers=helpers_for(READ_THREADS),
+        )
         self.stack.callback(files.close)
         by_layer = zip(plan.counts, catalogue.geometry, strict=True)
         self.memory = {

@@ -1,9 +1,9 @@
 """Owns how experts' bytes get from the artifact into memory. Decides neither which nor where to;
 the threads that do it are a transport's.
 
-An expert that is one run in the file is one read. Where the page cache holds it, the read is
-buffered and scatters into place; where it does not, it is an ``O_DIRECT`` read of the enclosing
-aligned range, which a disk serves faster than the page cache is filled.
+An expert that is one run in the file is one ``O_DIRECT`` read of the enclosing aligned range, which
+a disk serves faster than the page cache is filled. Where the page cache holds it, reads are
+buffered and scatter into place, and helpers share the work of copying.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, count
 from typing import NamedTuple, Protocol
 
@@ -103,6 +104,11 @@ def runs(record: Record) -> Iterator[Run]:
             first = last
 
 
+def helpers_for(threads: int) -> int:
+    """Helpers beside so many readers: two each, as far as there are processors."""
+    return min(2 * threads, len(os.sched_getaffinity(0)) - 1)
+
+
 def staging_bytes(record: Record) -> int:
     """Length of a buffer, wherever it begins, that the expert can be staged in.
 
@@ -144,6 +150,7 @@ class ExpertReader:
     legal : called with every tensor, and its bytes, that no digest vouches for; raises what it
         refuses. None: such bytes are believed
     bounces : buffers for ``read``; more threads than that wait for each other
+    helpers : threads beyond a caller's own that its matrices are read and compared by
 
     Attributes
     ----------
@@ -163,6 +170,7 @@ class ExpertReader:
         digests: Digests | None = None,
         legal: Callable[[TensorEntry, U8], None] | None = None,
         bounces: int = 0,
+        helpers: int = 0,
     ) -> None:
         self.path = reader.path
         self.notes: list[str] = []
@@ -194,6 +202,7 @@ class ExpertReader:
         except BaseException:
             self._close_files()
             raise
+        self._helpers = ThreadPoolExecutor(helpers, "ds4q-part") if helpers else None
         self._bounces: queue.SimpleQueue[U8] = queue.SimpleQueue()
         for _ in range(bounces):
             self._bounces.put(np.empty(self.staging_bytes, dtype=np.uint8))
@@ -211,26 +220,25 @@ class ExpertReader:
         started = time.perf_counter()
         parts = (gate, up, down)
         if self._refused or self._cached(record):
-            self._read_buffered(record, parts)
-        else:
-            bounce = self._bounces.get()
-            try:
-                staged = self._read_direct(record, bounce)
-                for part, whole in zip(parts, staged, strict=True):
-                    np.copyto(part, whole)
-            finally:
-                self._bounces.put(bounce)
-        self._finish(record, parts, started)
+            self._take_buffered(record, parts, started)
+            return
+        bounce = self._bounces.get()
+        try:
+            staged, reads = self._read_direct(record, bounce)
+            self._finish(record, parts, started, reads, lambda n: np.copyto(parts[n], staged[n]))
+        finally:
+            self._bounces.put(bounce)
 
     def stage(
-        self, record: Record, staging: U8, begin: Callable[[Parts], None] | None = None
+        self, record: Record, staging: U8, begin: Callable[[int, U8], None] | None = None
     ) -> Parts:
         """Read an expert into ``staging``, wherever alignment puts it, and check it.
 
         Parameters
         ----------
         staging : (at least ``staging_bytes``,) u8, contiguous
-        begin : called with what was read, before it is checked: what it begins may go on meanwhile
+        begin : called with the number of a matrix and its bytes as soon as they are read, from any
+            thread; they are checked while what it begins goes on
 
         Returns
         -------
@@ -238,17 +246,20 @@ class ExpertReader:
 
         Raises
         ------
-        as ``read``
+        as ``read``, or what ``begin`` raises; then it may have been called for some matrices
         """
         started = time.perf_counter()
         if self._refused or self._cached(record):
             parts = _views(record, staging)
-            self._read_buffered(record, parts)
-        else:
-            parts = self._read_direct(record, staging)
-        if begin is not None:
-            begin(parts)
-        self._finish(record, parts, started)
+            self._take_buffered(record, parts, started, begin)
+            return parts
+        parts, reads = self._read_direct(record, staging)
+
+        def first(n: int) -> None:
+            if begin is not None:
+                begin(n, parts[n])
+
+        self._finish(record, parts, started, reads, first)
         return parts
 
     def counters(self) -> dict[str, int]:
@@ -262,6 +273,8 @@ class ExpertReader:
 
     def close(self) -> None:
         """Close the files and free the buffers. No read may be running."""
+        if self._helpers is not None:
+            self._helpers.shutdown()
         self._close_files()
         while not self._bounces.empty():
             self._bounces.get()
@@ -322,23 +335,52 @@ class ExpertReader:
                 raise self._failed(whole[0], error) from error
         return True
 
-    def _read_buffered(self, record: Record, parts: Parts) -> None:
-        where = dict(zip(record.entries, parts, strict=True))
-        for run in runs(record):
-            left = [where[entry].data for entry in run.entries]
-            at = run.offset
-            while left:
-                n = self._preadv_buffered(left, at, run)
-                at += n
-                while left and n >= len(left[0]):
-                    n -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][n:]
-            self._count("reads_buffered", run)
+    def _take_buffered(
+        self,
+        record: Record,
+        parts: Parts,
+        started: float,
+        begin: Callable[[int, U8], None] | None = None,
+    ) -> None:
+        """Through the page cache: helpers share a read, a matrix each.
 
-    def _read_direct(self, record: Record, staging: U8) -> Parts:
-        """As ``stage``; buffered where the file system refuses."""
+        A disk serves one long read soonest, but one thread that copies from memory is slower than
+        three.
+        """
+        whole = list(runs(record))
+        if self._helpers is None:
+            for run in whole:
+                self._scatter(run, [parts[record.entries.index(entry)] for entry in run.entries])
+
+        def first(n: int) -> None:
+            entry = record.entries[n]
+            if self._helpers is not None:
+                part = Run(entry.offset, entry.nbytes, (entry,))
+                self._scatter(
+                    part, parts[n : n + 1], any(part.offset == run.offset for run in whole)
+                )
+            if begin is not None:
+                begin(n, parts[n])
+
+        self._finish(record, parts, started, len(whole), first)
+
+    def _scatter(self, run: Run, parts: Sequence[U8], counts: bool = True) -> None:
+        """One buffered read into the buffers of its tensors; ``counts``: not a part of another."""
+        left = [part.data for part in parts]
+        at = run.offset
+        while left:
+            n = self._preadv_buffered(left, at, run)
+            at += n
+            while left and n >= len(left[0]):
+                n -= len(left.pop(0))
+            if left:
+                left[0] = left[0][n:]
+        self._count("reads_buffered", run.nbytes, counts)
+
+    def _read_direct(self, record: Record, staging: U8) -> tuple[Parts, int]:
+        """The expert in ``staging``, and how many reads it took; some buffered if need be."""
         found: dict[TensorEntry, U8] = {}
+        reads = 0
         at = -staging.ctypes.data % PAGE
         for run in runs(record):
             start, nbytes = run.aligned
@@ -356,12 +398,13 @@ class ExpertReader:
             kind = "reads_direct" if have >= wanted else "reads_buffered"
             while have < wanted:
                 have += self._preadv_buffered([window[have:wanted].data], start + have, run)
-            self._count(kind, run)
+            self._count(kind, run.nbytes)
+            reads += 1
             for entry in run.entries:
                 lead = entry.offset - start
                 found[entry] = window[lead : lead + entry.nbytes]
             at += nbytes
-        return found[record.gate], found[record.up], found[record.down]
+        return (found[record.gate], found[record.up], found[record.down]), reads
 
     def _preadv_buffered(self, views: Sequence[memoryview], offset: int, run: Run) -> int:
         """Bytes read, at least one."""
@@ -375,22 +418,55 @@ class ExpertReader:
 
     # ------------------------------------------------------------------ what became of it
 
-    def _finish(self, record: Record, parts: Parts, started: float) -> None:
-        vouched = True
-        for entry, part in zip(record.entries, parts, strict=True):
-            if self._digests is None or not self._digests.check(entry, part):
-                vouched = False
-                if self._legal is not None:
-                    self._legal(entry, part)
+    def _finish(
+        self,
+        record: Record,
+        parts: Parts,
+        started: float,
+        reads: int,
+        first: Callable[[int], None],
+    ) -> None:
+        """Do ``first`` with each matrix, by its number, and then compare it; side by side."""
+
+        def handle(n: int) -> bool:
+            first(n)
+            return self._vouched(record.entries[n], parts[n])
+
+        vouched = all(self._side_by_side(handle, len(parts)))
         with self._lock:
-            self._counts["reads_checked"] += sum(1 for _ in runs(record)) if vouched else 0
+            self._counts["reads_checked"] += reads if vouched else 0
             self._latencies.add(time.perf_counter() - started)
 
-    def _count(self, kind: str, run: Run) -> None:
+    def _vouched(self, entry: TensorEntry, part: U8) -> bool:
+        """Whether a receipt says that these are the bytes; without one they must be legal."""
+        if self._digests is not None and self._digests.check(entry, part):
+            return True
+        if self._legal is not None:
+            self._legal(entry, part)
+        return False
+
+    def _side_by_side(self, handle: Callable[[int], bool], count: int) -> list[bool]:
+        """``handle`` of each number, as far as helpers are free; all have ended when it returns."""
+        ahead: dict[int, Future[bool]] = {}
+        if self._helpers is not None:
+            ahead = {n: self._helpers.submit(handle, n) for n in range(1, count)}
+        found: list[bool] = []
+        errors: list[BaseException] = []
+        for n in range(count):
+            try:
+                begun = n in ahead and not ahead[n].cancel()
+                found.append(ahead[n].result() if begun else handle(n))
+            except BaseException as error:  # the others still use their buffers
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return found
+
+    def _count(self, kind: str, nbytes: int, reads: int = 1) -> None:
         with self._lock:
-            self._counts[kind] += 1
-            self._counts["reads"] += 1
-            self._counts["bytes_read"] += run.nbytes
+            self._counts[kind] += reads
+            self._counts["reads"] += reads
+            self._counts["bytes_read"] += nbytes
 
     def _truncated(self, run: Run, at: int) -> TruncatedError:
         cut = next((e for e in run.entries if e.offset + e.nbytes > at), run.entries[-1])

@@ -148,6 +148,5 @@ def test_an_expert_that_is_not_the_receipts_is_refused_and_the_others_come(
         assert rig.holds(fills[2])
         counts = rig.transport.counters()
         assert (counts["copies"], counts["reads"], counts["reads_checked"]) == (2, 3, 2)
-        assert counts["copy_us"] > 0
         rig.transport.close()
     assert sim.live() == before

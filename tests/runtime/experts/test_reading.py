@@ -6,6 +6,8 @@ import errno
 import mmap
 import os
 import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -91,6 +93,7 @@ def stage_parts(reader: ExpertReader, record: Record) -> Parts:
 
 READS = pytest.mark.parametrize("read", [read_parts, stage_parts], ids=["read", "stage"])
 CACHED = pytest.mark.parametrize("cached", [True, False], ids=["cached", "cold"])
+HELPED = pytest.mark.parametrize("helpers", [0, 2], ids=["alone", "helped"])
 
 
 def says(monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
@@ -119,21 +122,22 @@ def serves_direct_reads(path: Path) -> bool:
 
 @READS
 @CACHED
+@HELPED
 def test_every_byte_is_in_its_place(
-    artifact: Path, read: Read, cached: bool, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, read: Read, cached: bool, helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says(monkeypatch, cached)
     with Reader(artifact) as reader:
         found = records(reader)
-        experts = ExpertReader(reader, found, bounces=1)
+        experts = ExpertReader(reader, found, bounces=1, helpers=helpers)
         for record in reversed(found):
             check_bytes(read(experts, record), record, reader)
         counts = experts.counters()
         experts.close()
     n = sum(len(list(runs(record))) for record in found)
-    assert counts["reads"] == n
     assert counts["bytes_read"] == sum(record.nbytes for record in found)
     served = serves_direct_reads(artifact)
+    assert counts["reads"] == n
     assert counts["reads_buffered" if cached or not served else "reads_direct"] == n
     assert served <= (counts["direct_refused"] == 0)
 
@@ -172,8 +176,9 @@ def test_a_buffer_for_staging_is_long_enough(artifact: Path) -> None:
 
 @READS
 @CACHED
+@HELPED
 def test_short_reads_go_on(
-    artifact: Path, read: Read, cached: bool, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, read: Read, cached: bool, helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel may return fewer bytes than it was asked for, and is asked for the rest."""
     says(monkeypatch, cached)
@@ -190,7 +195,7 @@ def test_short_reads_go_on(
     path_fd = os.open(artifact, os.O_RDONLY)
     with Reader(artifact) as reader:
         found = records(reader)
-        experts = ExpertReader(reader, found, bounces=1)
+        experts = ExpertReader(reader, found, bounces=1, helpers=helpers)
         for record in found[:2]:
             monkeypatch.setattr(os, "preadv", short)
             parts = read(experts, record)
@@ -202,13 +207,14 @@ def test_short_reads_go_on(
 
 @READS
 @CACHED
+@HELPED
 def test_a_file_that_is_cut_while_open(
-    artifact: Path, read: Read, cached: bool, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, read: Read, cached: bool, helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says(monkeypatch, cached)
     with Reader(artifact) as reader:
         found = records(reader)
-        experts = ExpertReader(reader, found, bounces=1)
+        experts = ExpertReader(reader, found, bounces=1, helpers=helpers)
         last = max(found[2].entries, key=lambda entry: entry.offset)
         os.truncate(artifact, last.offset + 1000)
         check_bytes(read(experts, found[1]), found[1], reader)
@@ -226,8 +232,9 @@ def test_a_file_that_is_cut_while_open(
 
 @READS
 @CACHED
+@HELPED
 def test_a_disk_that_fails(
-    artifact: Path, read: Read, cached: bool, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, read: Read, cached: bool, helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One clear error; the reader reads on where the disk does, with no buffer lost."""
     says(monkeypatch, cached)
@@ -237,14 +244,16 @@ def test_a_disk_that_fails(
 
     with Reader(artifact) as reader:
         found = records(reader)
-        experts = ExpertReader(reader, found, bounces=1)
+        experts = ExpertReader(reader, found, bounces=1, helpers=helpers)
         monkeypatch.setattr(os, "preadv", fails)
+        alone = not (cached and helpers)
+        first = next(runs(found[0])).entries[0] if alone else found[0].gate
         for _ in range(3):
             check_refused(
                 ExpertReadError,
                 lambda: read(experts, found[0]),
                 path=artifact,
-                tensor=next(runs(found[0])).entries[0].name,
+                tensor=first.name,
                 says=["Input/output error"],
             )
         monkeypatch.setattr(os, "preadv", PREADV)
@@ -345,12 +354,17 @@ def test_what_is_cached_is_found_out(artifact: Path, monkeypatch: pytest.MonkeyP
 
 
 @READS
-def test_altered_bytes_are_refused(artifact: Path, read: Read) -> None:
+@CACHED
+@HELPED
+def test_altered_bytes_are_refused(
+    artifact: Path, read: Read, cached: bool, helpers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, cached)
     with Reader(artifact) as reader:
         found = records(reader)
         told = {name: xxhash.xxh3_128(reader.read(name).data).digest() for name in reader.tensors}
         experts = ExpertReader(
-            reader, found, digests=Digests(lambda: told, artifact, []), bounces=1
+            reader, found, digests=Digests(lambda: told, artifact, []), bounces=1, helpers=helpers
         )
         check_bytes(read(experts, found[0]), found[0], reader)
         once = experts.counters()
@@ -409,3 +423,28 @@ def test_one_run_in_any_order(artifact: Path) -> None:
                 assert start % reading.PAGE == nbytes % reading.PAGE == 0
                 assert start <= run.offset < start + reading.PAGE
                 assert 0 <= start + nbytes - (run.offset + run.nbytes) < reading.PAGE
+
+
+def test_matrices_are_read_and_compared_side_by_side(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three are under way at once, and nothing is over before all of them are."""
+    says(monkeypatch, cached=True)
+    under_way = threading.Barrier(3)
+    over: list[int] = []
+
+    def begin(number: int, part: U8) -> None:
+        under_way.wait(60)
+        if number == 0:
+            raise RuntimeError("cannot begin")
+        time.sleep(0.02)
+        over.append(number)
+
+    with Reader(artifact) as reader:
+        found = records(reader)
+        experts = ExpertReader(reader, found, helpers=2)
+        staging = np.empty(experts.staging_bytes, np.uint8)
+        with pytest.raises(RuntimeError, match="cannot begin"):
+            experts.stage(found[0], staging, begin)
+        assert sorted(over) == [1, 2]
+        experts.close()
