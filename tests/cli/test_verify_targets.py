@@ -317,14 +317,15 @@ def stale(case: str, folder: Path) -> dict[str, Any]:
         )
         models.run(source, artifact, force=True)
         shutil.rmtree(source)
-    return {
+    changes: dict[str, dict[str, Any]] = {
         "wrong digest": {"sha256": "0" * 64},
         "longer by one": {"size_bytes": size + 1},
         "upper case": {"sha256": sha256.upper()},
         "prefixed": {"sha256": f"sha256:{sha256}"},
         "63 digits": {"sha256": sha256[:-1]},
         "size as text": {"size_bytes": str(size)},
-    }.get(case, {})
+    }
+    return changes.get(case, {})
 
 
 @pytest.mark.parametrize(
@@ -357,5 +358,7 @@ def test_stale_entries_and_partial_files_are_told_apart_and_nothing_is_touched(
     assert failure["found"] is not None
     assert failure["expected"] is not None
     sizes_differ = "bytes" in said or case == "rebuilt since"
-    figures = next((c["figures"] for c in found["checks"] if c["name"] == wanted), {})
+    figures: dict[str, Any] = next(
+        (c["figures"] for c in found["checks"] if c["name"] == wanted), {}
+    )
     assert ("sha256" in figures) == (check == "entry" and not sizes_differ), "size before hash"
