@@ -110,8 +110,6 @@ def pull(
     """
     job = _Pull(entry, Store(folder), force, progress, tell, ranges)
     wanted = list(_files(entry, trunk_only=trunk_only, adapter=adapter))
-    for _, what in wanted:
-        job.store.path(what.file)
     bare = [what.file for _, what in wanted if what.sha256 is None]
     if bare and not allow_unverified:
         raise UnverifiedError(f"no digest is published for {', '.join(bare)}", path=entry.tag)

@@ -254,6 +254,12 @@ class HttpLane:
             target = path if through is None else f"{parts.scheme}://{parts.netloc}{path}"
             connection.request("GET", target, headers={**headers, **(through or {})})
             return connection.getresponse()
+        except ssl.SSLCertVerificationError as error:
+            raise RefusedError(
+                f"the server's certificate is not trusted: {error.verify_message}",
+                path=shown(url),
+                remedy="check the address; SSL_CERT_FILE may name a certificate of your own",
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             self._disconnect()
             if reused:  # the server may have closed it since

@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -74,13 +75,14 @@ class Server:
     requests: list[Request] = field(default_factory=list)
     sent_bytes: int = 0
     rate_bytes_per_s: float = 0.0
+    scheme: str = "http"
     lock: threading.Lock = field(default_factory=threading.Lock)
     busy: int = 0
     _free_at_s: float = 0.0
 
     def url(self, name: str) -> str:
         """Where a file of the folder is served."""
-        return f"http://127.0.0.1:{self.port}/{name}"
+        return f"{self.scheme}://127.0.0.1:{self.port}/{name}"
 
     def count(self, nbytes: int) -> None:
         """Count bytes of a body, and hold the thread back to the rate that all share."""
@@ -242,12 +244,18 @@ class _Listener(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(folder: Path, *, rate_bytes_per_s: float = 0.0) -> Iterator[Server]:
+def serving(
+    folder: Path, *, rate_bytes_per_s: float = 0.0, tls: ssl.SSLContext | None = None
+) -> Iterator[Server]:
     """A server of the files in ``folder`` on 127.0.0.1."""
-    plan = Server(folder, rate_bytes_per_s=rate_bytes_per_s)
+    plan = Server(folder, rate_bytes_per_s=rate_bytes_per_s, scheme="https" if tls else "http")
     handler = type("Handler", (_Handler,), {"plan": plan})
     listener = _Listener(("127.0.0.1", 0), handler)
     plan.port = listener.server_address[1]
+    if tls is not None:
+        listener.socket = tls.wrap_socket(
+            listener.socket, server_side=True, do_handshake_on_connect=False
+        )
     thread = threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
