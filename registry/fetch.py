@@ -63,7 +63,7 @@ def fetch(
     ------
     ExistsError : something stands at ``to``
     SizeError, DigestError : the server's file is not the one that is wanted
-    SpaceError : the disk is too full
+    SpaceError, OSError : the disk is too full, or does not take the bytes
     LockedError : another process fetches this file
     UnfinishedError : another job's partial file is in the way
     TransferError, RefusedError : the server does not give it

@@ -7,6 +7,7 @@ lane that fails gives its span back, with its place in it, for whoever is free n
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import heapq
 import os
@@ -21,7 +22,7 @@ import xxhash
 from ds4q.artifact.errors import TruncatedError
 from ds4q.artifact.hfq import U8, pread_all
 from ds4q.registry.blocks import BLOCK_BYTES, Blocks
-from ds4q.registry.errors import TransferError
+from ds4q.registry.errors import SpaceError, TransferError
 from ds4q.registry.remote import Answer, Lane, Remote, TryAgain
 
 READ_BYTES = 256 << 10
@@ -135,7 +136,7 @@ class Transfer:
         Raises
         ------
         TransferError, RefusedError : the server does not give the file
-        OSError : the disk does not take it
+        SpaceError, OSError : the disk does not take it
         """
         span = answer = None
         if first is not None:
@@ -189,8 +190,17 @@ class Transfer:
             work(*arguments)
         except BaseException as error:
             with self._turn:
-                self._error = self._error or error
+                self._error = self._error or self._named(error)
                 self._turn.notify_all()
+
+    def _named(self, error: BaseException) -> BaseException:
+        """The error with the file that the system had no name for, and what to do if it is full."""
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(self._blocks.file.path)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                remedy = "free some space and pull again: what came is kept"
+                return SpaceError(path=error.filename, remedy=remedy)
+        return error
 
     # ------------------------------------------------------------------ lanes
 

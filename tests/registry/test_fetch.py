@@ -582,13 +582,16 @@ def test_a_full_disk_keeps_what_is_there(
             nonlocal written
             written += len(data)
             if written > 5 * BLOCK_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             pwrite(self, data, offset)
 
         patch.setattr(PartialFile, "pwrite", full)
-        with pytest.raises(OSError, match="No space left") as caught:
-            fetch(wanted(server, digest), to)
-    assert caught.value.filename == str(tmp_path / "a.fp4.partial")
+        check_refused(
+            SpaceError,
+            lambda: fetch(wanted(server, digest), to),
+            path=tmp_path / "a.fp4.partial",
+            says=["No space left", "what came is kept"],
+        )
     assert not to.exists()
     server.settle()
     rest = left(to)
@@ -605,8 +608,9 @@ def test_a_flush_that_fails_is_an_error(
 
     monkeypatch.setattr(transfer, "FLUSH_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(os, "fdatasync", lost)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
         fetch(wanted(server, digest), tmp_path / "a.fp4")
+    assert caught.value.filename == str(tmp_path / "a.fp4.partial")
     assert not (tmp_path / "a.fp4").exists()
 
 
