@@ -147,9 +147,11 @@ class DevicePaging:
         dispatch = Dispatch(self._dispatches, sequence, first, chosen)
         self._dispatches += 1
         cut = bands(chosen, self._slots, self._ownership, self._experts)
+        flat = chosen.reshape(-1).tolist()
         for number, experts in enumerate(cut):
             began = time.perf_counter()
-            with self._pager.acquire(layer, experts, phase, dispatch) as lease:
+            asked = flat if len(cut) == 1 else list(filter(set(experts).__contains__, flat))
+            with self._pager.acquire(layer, asked, phase, dispatch) as lease:
                 self._io_s[phase] += time.perf_counter() - began
                 if self._predictor is not None and number == len(cut) - 1:
                     self._predictor.issue(layer, phase)

@@ -79,6 +79,18 @@ def test_bits_are_those_of_a_resident_model(
     assert counts["leased"] == counts["loading"] == 0
 
 
+@pytest.mark.parametrize("slots", [CHOSEN, EXPERTS])
+def test_every_choice_is_an_access(load: Load, micro_path: Path, slots: int) -> None:
+    engine = load(micro_path, max_context=64, batch_tokens=8, cache=CacheOptions(slots=slots))
+    state = engine.new_state()
+    engine.forward(state, PROMPT)
+    engine.next_id(state, [3])
+    counts = counts_of(engine)
+    assert counts["prefill"]["accesses"] == len(PROMPT) * CHOSEN * LAYERS
+    assert counts["decode"]["accesses"] == CHOSEN * LAYERS
+    assert counts["decode"]["distinct"] <= counts["decode"]["accesses"]
+
+
 def test_a_router_is_waited_for_once_a_layer_and_a_hash_layer_never(
     load: Load, micro_path: Path
 ) -> None:
