@@ -73,7 +73,7 @@ def test_the_wheel_carries_licence_and_command(wheel: zipfile.ZipFile) -> None:
     with zipfile.ZipFile(str(wheel.filename)) as opened:
         info = next(n.split("/")[0] for n in opened.namelist() if ".dist-info/" in n)
         assert opened.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-        assert "ds4q = ds4q.cli:entry" in opened.read(f"{info}/entry_points.txt").decode()
+        assert "ds4q = ds4q.__main__:entry" in opened.read(f"{info}/entry_points.txt").decode()
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -205,8 +205,3 @@ def main() -> None:
     failed, 2 wrong usage, 130 interrupted, 143 terminated. Options may also be set in the
     environment: DS4Q_RUN_THREADS=4 is --threads 4 for 'ds4q run'.
     """
-
-
-def entry() -> None:
-    """The ``ds4q`` command as a process of its own."""
-    main(obj=OWN_PROCESS)

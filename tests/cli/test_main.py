@@ -165,6 +165,28 @@ def test_signals_to_a_real_process(number: signal.Signals, status: int) -> None:
     assert "Traceback" not in err
 
 
+IMPORTING = """
+import os, signal, sys
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Stop())
+sys.argv = ["ds4q", "inspect", "--help"]
+from ds4q.__main__ import entry
+entry()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "ds4q.cli.common", "ds4q.cli.inspect"])
+def test_a_stop_while_it_is_imported_is_a_stop_like_any_other(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING.format(module=module)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "ds4q: interrupted\n")
+
+
 STUBBORN = WAITING.replace('group(["wait"])', 'group(["wait"], obj=OWN_PROCESS)').replace(
     "import Ds4q, common",
     """import OWN_PROCESS, Ds4q, common
