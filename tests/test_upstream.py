@@ -222,6 +222,21 @@ def test_levels_that_are_no_levels(
     check_everywhere(path, FIRST, "bad levels of MQ2G256Lloyd in group 9")
 
 
+def test_a_device_pages_no_levels_that_are_none(
+    sim: Control, tensors: Tensors, tmp_path: Path
+) -> None:
+    kind, shape, payload = tensors["layers.0.ffn.gate.tid2eid"]
+    chosen = codec_for(kind.id).decode(payload, shape)
+    token = int(np.flatnonzero((chosen == 0).any(axis=1))[0])  # a token that expert 0 serves
+    raw = np.array([0x7C00], "<u2").view(np.uint8)
+    path = upstream.write_trunk(tmp_path / "x.hfq", damaged(tensors, FIRST, 6, *raw))
+    with (
+        HipEngine.load(path, max_context=32, batch_tokens=8, cache=THRASH) as engine,
+        pytest.raises(PayloadValueError, match="bad levels of MQ2G256Lloyd in group 0"),
+    ):
+        engine.forward(engine.new_state(), [token])
+
+
 HEADERS = {
     "rotated": (6, 0x01),
     "second scale used": (6, 0x02),
