@@ -30,6 +30,7 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 MAX_RECEIPT_BYTES = 64 << 20  # compressed and not
 _LEVEL = 9
 _STEP_BYTES = 1024
+_CUT_REMEDY = "copy it again from where the artifact came from, or remove it to go without digests"
 
 R = TypeVar("R", bound="SourceRecord | TensorRecord | Receipt")
 
@@ -85,8 +86,10 @@ class Receipt:
         return packer.compress(text)
 
 
-def _fail(path: object, what: str, found: object = None) -> ReceiptError:
-    return ReceiptError(what, path=path, found=found)
+def _fail(
+    path: object, what: str, found: object = None, *, remedy: str | None = None
+) -> ReceiptError:
+    return ReceiptError(what, path=path, found=found, remedy=remedy)
 
 
 def read_receipt(path: str | os.PathLike[str]) -> Receipt:
@@ -102,17 +105,27 @@ def read_receipt(path: str | os.PathLike[str]) -> Receipt:
 
 def _read_file(path: str | os.PathLike[str]) -> bytes:
     """The whole file, if it is small enough to be a receipt: it may be the artifact by mistake."""
-    # O_NONBLOCK: a named pipe in place of a receipt must not hang the open.
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+    try:
+        opened = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  # closed below
+    except IsADirectoryError:
+        raise _fail(path, "receipt is not a regular file", "a folder") from None
+    with opened as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise _fail(path, "receipt is not a regular file")
         head = file.read(len(ZSTD_MAGIC))
+        if not head:
+            raise _fail(path, "receipt is empty", remedy=_CUT_REMEDY)
         if head != ZSTD_MAGIC:
             raise _fail(path, "receipt is not a zstd frame", head)
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > MAX_RECEIPT_BYTES:
             raise _fail(path, f"receipt is longer than {MAX_RECEIPT_BYTES} bytes", nbytes)
         return head + file.read()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # O_NONBLOCK: a named pipe in place of a receipt must not hang the open.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _decompress(raw: bytes, path: object) -> bytes:
@@ -128,10 +141,19 @@ def _decompress(raw: bytes, path: object) -> bytes:
             text += unpacker.decompress(raw[at : at + _STEP_BYTES])
             at += _STEP_BYTES
     except zstandard.ZstdError as error:
-        raise _fail(path, "receipt is not an intact zstd frame", error) from None
+        raise _fail(
+            path, "receipt is not an intact zstd frame", error, remedy=_CUT_REMEDY
+        ) from None
     # Decompression stops silently after one frame, or before the end of a cut one.
-    if not unpacker.eof or len(text) != size:
-        raise _fail(path, "receipt is cut short or longer than it says", f"{len(text)} of {size}")
+    if len(text) > size:
+        raise _fail(path, f"receipt holds more than the {size:,} bytes of text that it states")
+    if not unpacker.eof or len(text) < size:
+        raise _fail(
+            path,
+            f"receipt is cut short: it ends before the {size:,} bytes of text that it states",
+            f"{len(raw):,} bytes of the file",
+            remedy=_CUT_REMEDY,
+        )
     if unpacker.unused_data or at < len(raw):
         raise _fail(path, "bytes follow the end of the receipt")
     return bytes(text)

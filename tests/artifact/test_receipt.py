@@ -148,6 +148,24 @@ def test_cut_receipt_is_refused(tmp_path: Path) -> None:
         refused(tmp_path, raw[:length], "receipt")
 
 
+def test_a_cut_receipt_tells_what_is_there_and_what_to_do(tmp_path: Path) -> None:
+    """The decoder gives out whole blocks only, so what it has decoded is no measure of the file."""
+    raw = RECEIPT.encode()
+    size = zstandard.frame_content_size(raw)
+    said = f"ends before the {size:,} bytes of text that it states: found {len(raw) - 40:,} bytes"
+    refused(tmp_path, raw[:-40], "cut short", said, "copy it again")
+    refused(tmp_path, b"", "receipt is empty", "copy it again")
+    refused(tmp_path, raw[:5], "not an intact zstd frame", "copy it again")
+
+
+def test_a_folder_in_place_of_a_receipt_leaves_no_handle_open(tmp_path: Path) -> None:
+    path = tmp_path / "x.hfq.receipt"
+    path.mkdir()
+    before = sorted(os.listdir("/proc/self/fd"))
+    check_refused(ReceiptError, lambda: read_receipt(path), path=path, says=["a folder"])
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_every_changed_byte_is_refused(tmp_path: Path) -> None:
     raw = RECEIPT.encode()
     path = written(tmp_path, raw)
