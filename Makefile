@@ -75,6 +75,7 @@ bench: setup ## the benchmarks; results go to benchmarks/results
 	$(RUN) benchmarks.imatrix
 	$(RUN) benchmarks.frontier
 	$(RUN) benchmarks.load_time
+	$(RUN) benchmarks.pull
 	$(RUN) benchmarks.paging_reads
 	$(RUN) benchmarks.paging
 	$(RUN) benchmarks.prefetch
