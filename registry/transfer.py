@@ -249,14 +249,21 @@ class Transfer:
 
     def _fill(self, lane: Lane, span: Span, answer: Answer | None) -> None:
         """Fetch one span; what came before a failure is kept in it."""
-        if answer is None:
-            answer = lane.open(span.at, span.stop, self._validator)
-        self._check(answer, span)
-        skip = span.at - answer.start
         pace = _Pace(self._received)
         while span.at < span.stop:
+            if answer is None:
+                answer = lane.open(span.at, span.stop, self._validator)
+            self._check(answer, span)
+            self._copy(answer, span, pace)
+            answer = None  # a server may offer less than it was asked for
+
+    def _copy(self, answer: Answer, span: Span, pace: _Pace) -> None:
+        """Write what one answer holds of a span."""
+        skip = span.at - answer.start
+        stop = span.stop if answer.stop is None else min(span.stop, answer.stop)
+        while span.at < stop:
             end = min((span.at // BLOCK_BYTES + 1) * BLOCK_BYTES, self._size)
-            data = answer.read(min(READ_BYTES, skip or end - span.at))
+            data = answer.read(min(READ_BYTES, skip or min(end, stop) - span.at))
             if not data:
                 raise TryAgain("the connection ended early")
             pace.check(len(data), self._received, len(self._lanes) - 1)

@@ -43,6 +43,7 @@ class Fault:
     flip_at: int | None = None  # byte of the body that is inverted
     add_total: int = 0  # to the length that the head tells
     shift: int = 0  # of the range that is sent, against the one that was asked for
+    limit: int | None = None  # bytes of a range that is longer
     whole: bool = False  # the whole file, whatever range was asked for
     body: bytes = b""  # of an answer with a status of its own
     trickle_s: float = 0.0  # pause after each 64 bytes
@@ -179,6 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
             start, stop = 0, size
             if request.range is not None and not fault.whole and not changed:
                 start, stop = request.range[0], min(request.range[1], size)
+                if fault.limit is not None:
+                    stop = min(stop, start + fault.limit)
                 if start >= size:
                     self._short(416, {"Content-Range": f"bytes */{size}"}, b"")
                     return

@@ -163,6 +163,18 @@ def test_what_came_before_a_drop_is_not_fetched_again(
     assert server.sent_bytes == SIZE
 
 
+def test_a_server_may_offer_less_than_it_is_asked_for(
+    server: Server, digest: str, source: Path, tmp_path: Path
+) -> None:
+    server.fault = lambda request: Fault(limit=100_001)
+    lines: list[str] = []
+    to = tmp_path / "a.fp4"
+    assert fetch(wanted(server, digest), to, tell=lines.append) == digest
+    assert same(to, source)
+    assert server.sent_bytes == SIZE
+    assert lines == []
+
+
 def test_header_lines_that_are_none_are_passed_over(
     server: Server, digest: str, tmp_path: Path
 ) -> None:
