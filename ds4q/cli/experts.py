@@ -74,13 +74,16 @@ class ExpertOptions:
     def cache(self) -> CacheOptions | None:
         """What to load with; None where nothing was said.
 
-        Raises ``CacheError`` for options that contradict each other.
+        Raises ``click.UsageError`` for an option without the one that it belongs to.
         """
         from ds4q.runtime.experts.options import CacheOptions
 
-        said = [getattr(self, each.name) for each in fields(self) if each.name != "tensor_parallel"]
-        if not any(value is not None and value is not False for value in said):
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        given = {name for name, value in values.items() if value is not None and value is not False}
+        given -= {"tensor_parallel"}
+        if not given:
             return None
+        _check_usage(given)
         if self.trace is not None:
             claim_report(self.trace, "--trace", TRACE_MARK)
         return CacheOptions(
@@ -102,6 +105,34 @@ class ExpertOptions:
         from ds4q.runtime.spread import Spread
 
         return Spread(self.tensor_parallel, tuple(device.split(",")))
+
+
+# Of options that page: without --expert-cache all experts are in memory and nothing is read later.
+_PAGED = ("cache_policy", "cache_profile", "prefetch", "no_check_reads", "require_receipt")
+_BELONGS = {"prefetch_top": "prefetch", "trace_states": "trace", "cold": "expert_owner"}
+
+
+def _check_usage(given: set[str]) -> None:
+    """Refuse an option of ``given`` that means nothing with the others, or without another."""
+    for name, other in _BELONGS.items():
+        if name in given and other not in given:
+            raise click.UsageError(f"{_word(name)} belongs to {_word(other)}")
+    for name in (each for each in _PAGED if each in given):
+        if "cold" in given:
+            raise click.UsageError(f"{_word(name)} is for experts that are paged, not --cold none")
+        if "expert_cache" not in given:
+            raise click.UsageError(f"{_word(name)} belongs to --expert-cache")
+    if {"require_receipt", "no_check_reads"} <= given:
+        raise click.UsageError("--require-receipt and --no-check-reads exclude each other")
+    if "expert_owner" in given and not {"cold", "expert_cache"} & given:
+        raise click.UsageError(
+            "--expert-owner needs --cold none, to hold all of its experts, or --expert-cache, to "
+            "page them"
+        )
+
+
+def _word(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 _FILE = click.Path(dir_okay=False, path_type=Path)

@@ -69,9 +69,17 @@ def plan_slots(
 
     Raises
     ------
-    CacheError : fewer slots than one token may need, or more memory than there is
+    CacheError : fewer slots than one token may need, more memory than there is, or more guesses
+        than there are experts
     """
     layers = config.num_hidden_layers
+    if options.prefetch_top is not None and options.prefetch_top > catalogue.experts:
+        raise CacheError(
+            "more experts to prefetch than a layer has",
+            path=catalogue.path,
+            expected=f"--prefetch-top of at most {catalogue.experts}",
+            found=options.prefetch_top,
+        )
     least = min(config.num_experts_per_tok, owned)
     ahead = _ahead(config, options)
     if options.slots is not None:

@@ -134,6 +134,18 @@ def test_a_predictor_needs_more_than_the_minimum() -> None:
     assert planned(MQ2, budget=least + ahead, adapter=Path("a")).slots == 6
 
 
+def test_more_guesses_than_experts_are_refused() -> None:
+    plan = planned(MQ2, budget=64 * GIB, adapter=Path("a"), prefetch_top=256)
+    assert plan.quarantine[3:] == (128,) * 40
+    for asked in ({"budget": 64 * GIB}, {"slots": 200}, {"budget": "auto"}):
+        check_refused(
+            CacheError,
+            partial(planned, MQ2, adapter=Path("a"), prefetch_top=257, **asked),
+            path="m.hfq",
+            says=["at most 256", "257"],
+        )
+
+
 def test_larger_than_memory_names_both() -> None:
     check_refused(
         CacheError,
