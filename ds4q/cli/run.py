@@ -170,6 +170,8 @@ def command(
         raise click.UsageError("--think belongs to the chat format: leave out --raw, --prompt-ids")
     if stats is not None:
         claim_report(stats, "--stats", b'"timings"')
+        if experts.trace is not None and stats.resolve() == experts.trace.resolve():
+            raise click.UsageError("--stats and --trace name the same file")
     how = _How(file, device, threads, quiet, experts.cache(), experts.spread(device))
     text = None if prompt_ids else _prompt_text(prompt)
 

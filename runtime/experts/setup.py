@@ -148,6 +148,9 @@ def _ownership(options: CacheOptions, experts: int) -> ExpertOwnership:
     ownership = ExpertOwnership.of_rank(rank, ranks, experts)
     if not ownership.owned:
         raise CacheError(
-            "this rank owns no expert", expected=f"at most {experts} ranks", found=f"{ranks} ranks"
+            f"rank {rank} of {ranks} owns no expert: every layer has {experts}",
+            expected=f"at most {experts} ranks",
+            found=f"{ranks} ranks",
+            remedy=f"name a rank from 0 to {experts - 1}, or fewer ranks (--expert-owner)",
         )
     return ownership

@@ -149,13 +149,11 @@ def test_hot_only(tiny_artifact: Path, resident: dict[str, Any], least: int, ran
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--expert-owner", "0/2"], "--cold none"),
-        (["--cold", "none"], "--expert-owner"),
-        (["--cache-policy", "lru"], "--expert-cache"),
-        (["--no-check-reads"], "--expert-cache"),
-        (["--prefetch-top", "2"], "--prefetch"),
-        (["--trace-states"], "--trace"),
-        (["--expert-owner", "16/17", "--cold", "none"], "at most 16 ranks"),
+        (
+            ["--expert-owner", "16/17", "--cold", "none"],
+            "rank 16 of 17 owns no expert: every layer",
+        ),
+        (["--expert-owner", "16/17", "--expert-cache", "1GB"], "at most 16 ranks, found 17 ranks"),
         (["--tensor-parallel", "2"], "there are no ranks yet"),
         (["--tensor-parallel", "2", "--expert-cache", "auto"], "guard goes when"),
         (["--device", "cpu,hip"], "layers routed over several devices (cpu, hip)"),
@@ -182,6 +180,45 @@ def test_usage(tiny_artifact: Path, arguments: list[str]) -> None:
     result = run(tiny_artifact, *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert arguments[0] in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--cache-policy", "lru"], "--cache-policy belongs to --expert-cache"),
+        (["--cache-profile", "p"], "--cache-profile belongs to --expert-cache"),
+        (["--prefetch", "p"], "--prefetch belongs to --expert-cache"),
+        (["--no-check-reads"], "--no-check-reads belongs to --expert-cache"),
+        (["--require-receipt"], "--require-receipt belongs to --expert-cache"),
+        (["--prefetch-top", "2", "--expert-cache", "3MB"], "--prefetch-top belongs to --prefetch"),
+        (["--trace-states"], "--trace-states belongs to --trace"),
+        (["--cold", "none"], "--cold belongs to --expert-owner"),
+        (["--expert-owner", "0/2"], "--expert-owner needs --cold none"),
+        (
+            ["--expert-owner", "0/2", "--cold", "none", "--cache-policy", "lru"],
+            "--cache-policy is for experts that are paged, not --cold none",
+        ),
+        (
+            ["--require-receipt", "--no-check-reads", "--expert-cache", "0"],
+            "--require-receipt and --no-check-reads exclude each other",
+        ),
+        (["--trace", "X", "--stats", "X"], "--stats and --trace name the same file"),
+        (["--trace", "X", "--stats", "./Y/../X"], "--stats and --trace name the same file"),
+    ],
+)
+def test_an_option_without_what_it_belongs_to(
+    arguments: list[str],
+    says: str,
+    tiny_artifact: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "Y").mkdir()
+    monkeypatch.chdir(tmp_path)
+    result = run(tiny_artifact, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["Y"]
 
 
 def test_one_rank_is_as_none(tiny_artifact: Path, resident: dict[str, Any]) -> None:
@@ -280,6 +317,13 @@ def test_prefetch_by_a_predictor(
     found = answer(tiny_artifact, *options)
     assert found["ids"] == resident["ids"]
     assert found["cache"]["speculative"]["issued"] > 0
+    text = refused(tiny_artifact, *options[:-1], "17")
+    assert "expected --prefetch-top of at most 16, found 17" in text
+
+
+def test_a_rank_without_experts_is_named_on_a_device(sim: Control, tiny_artifact: Path) -> None:
+    text = refused(tiny_artifact, "--device", "hip", "--expert-owner", "16/17", "--cold", "none")
+    assert "rank 16 of 17 owns no expert: every layer has 16: expected at most 16 ranks" in text
 
 
 def test_paging_on_a_device(
