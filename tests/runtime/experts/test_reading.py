@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pytest
 import xxhash
 
-from ds4q.artifact.errors import ChangedError, TruncatedError
-from ds4q.artifact.hfq import Reader
+from ds4q.artifact.errors import ChangedError, PayloadValueError, TruncatedError
+from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.runtime.errors import ExpertDigestError, ExpertReadError
 from ds4q.runtime.experts import reading
 from ds4q.runtime.experts.catalogue import Key, Record
@@ -387,6 +387,34 @@ def test_altered_bytes_are_refused(
                 file.write(byte)
         check_bytes(read(experts, found[1]), found[1], reader)
         assert experts.counters()["reads_checked"] == 2 * once["reads"]
+        experts.close()
+
+
+@READS
+@HELPED
+def test_without_a_receipt_bytes_must_be_legal_and_are_looked_at_once(
+    artifact: Path, read: Read, helpers: int
+) -> None:
+    looked: list[str] = []
+    wrong: set[str] = set()
+
+    def legal(entry: TensorEntry, data: U8) -> None:
+        looked.append(entry.name)
+        if entry.name in wrong:
+            raise PayloadValueError("not legal", tensor=entry.name)
+
+    with Reader(artifact) as reader:
+        found = records(reader)
+        experts = ExpertReader(reader, found, legal=legal, bounces=1, helpers=helpers)
+        for _ in range(2):
+            check_bytes(read(experts, found[0]), found[0], reader)
+        assert sorted(looked) == sorted(entry.name for entry in found[0].entries)
+        wrong.add(found[1].up.name)
+        for _ in range(2):  # what is not legal is not taken the second time either
+            check_refused(
+                PayloadValueError, lambda: read(experts, found[1]), tensor=found[1].up.name
+            )
+        assert experts.counters()["reads_checked"] == 0
         experts.close()
 
 
