@@ -37,6 +37,7 @@ PAUSE_S = 0.25  # doubled with each try
 MOST_PAUSE_S = 16.0
 MOST_WAIT_S = 300.0  # that a server may ask for
 SLOW_AFTER_S = 15.0
+HURRY_S = 5.0  # the same, and silence, while other lanes have nothing left to do
 SLOW_BYTES_PER_S = 8 << 10
 SLOW_SHARE = 1 / 16  # of what the other lanes get
 
@@ -119,6 +120,8 @@ class Transfer:
         self._turn = threading.Condition()  # guards everything below, and tells of changes
         self._on_disk = self._size - sum(span.stop - span.at for span in self._todo)
         self._received = 0
+        self._idle = 0
+        self._heard_s: dict[Lane, float] = {}  # when a lane that has work got something last
         self._stopped = False
         self._error: BaseException | None = None
         self._sha256: str | None = None
@@ -178,11 +181,24 @@ class Transfer:
                 if self._error is None and self._sha256 is None:
                     self._turn.wait(TELL_EVERY_S)
                 error, done, on_disk = self._error, self._sha256, self._on_disk
+                silent = self._silent()
+            for lane in silent:
+                lane.abort()
             if error is not None:
                 raise error
             self._progress(on_disk, self._size)
             if done is not None:
                 return
+
+    def _silent(self) -> list[Lane]:
+        """Lanes whose spans would be better off with those that are idle."""
+        late_s = time.monotonic() - HURRY_S
+        if not self._idle or self._todo:
+            return []
+        silent = [lane for lane, heard_s in self._heard_s.items() if heard_s < late_s]
+        for lane in silent:
+            del self._heard_s[lane]
+        return silent
 
     def _guard(self, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
         """Run a thread's work; its error becomes the caller's."""
@@ -208,11 +224,16 @@ class Transfer:
         """Fetch spans until there is nothing left, beginning with one that was taken already."""
         pauses, seen = Pauses(TRIES), 0
         while (span := span or self._take()) is not None:
+            with self._turn:
+                self._heard_s[lane] = time.monotonic()
             try:
                 self._fill(lane, span, answer)
+                with self._turn:
+                    self._heard_s.pop(lane, None)
             except TryAgain as failure:
                 lane.reset()
                 with self._turn:
+                    self._heard_s.pop(lane, None)
                     if self._stopped:
                         return
                     heapq.heappush(self._todo, span)
@@ -229,7 +250,9 @@ class Transfer:
     def _take(self, answer: Answer | None = None) -> Span | None:
         """The next span to fetch; None when there will be none. Waits while others may fail."""
         with self._turn:
+            self._idle += 1
             self._turn.wait_for(lambda: self._todo or self._stopped or self._sha256 is not None)
+            self._idle -= 1
             if self._stopped or self._sha256 is not None:
                 return None
             span = heapq.heappop(self._todo)
@@ -254,10 +277,10 @@ class Transfer:
             if answer is None:
                 answer = lane.open(span.at, span.stop, self._validator)
             self._check(answer, span)
-            self._copy(answer, span, pace)
+            self._copy(lane, answer, span, pace)
             answer = None  # a server may offer less than it was asked for
 
-    def _copy(self, answer: Answer, span: Span, pace: _Pace) -> None:
+    def _copy(self, lane: Lane, answer: Answer, span: Span, pace: _Pace) -> None:
         """Write what one answer holds of a span."""
         skip = span.at - answer.start
         stop = span.stop if answer.stop is None else min(span.stop, answer.stop)
@@ -266,7 +289,8 @@ class Transfer:
             data = answer.read(min(READ_BYTES, skip or min(end, stop) - span.at))
             if not data:
                 raise TryAgain("the connection ended early")
-            pace.check(len(data), self._received, len(self._lanes) - 1)
+            patience_s = HURRY_S if self._idle else SLOW_AFTER_S
+            pace.check(len(data), self._received, len(self._lanes) - 1, patience_s)
             if self._stopped:
                 raise TryAgain("stopped")
             if skip:
@@ -279,6 +303,7 @@ class Transfer:
                 self._blocks.record((end - 1) // BLOCK_BYTES, span.digest.hexdigest())
                 span.digest = xxhash.xxh3_128()
             with self._turn:
+                self._heard_s[lane] = time.monotonic()
                 self._received += len(data)
                 self._on_disk += len(data)
                 if span.at == end:
@@ -359,12 +384,12 @@ class _Pace:
     def __init__(self, received: int) -> None:
         self._since_s, self._received, self._mine = time.monotonic(), received, 0
 
-    def check(self, nbytes: int, received: int, others: int) -> None:
+    def check(self, nbytes: int, received: int, others: int, patience_s: float) -> None:
         """Count bytes of this connection; raise ``TryAgain`` where a fresh one is worth trying."""
         self._mine += nbytes
         now_s = time.monotonic()
         passed_s = now_s - self._since_s
-        if passed_s < SLOW_AFTER_S:
+        if passed_s < patience_s:
             return
         elsewhere = received - self._received - self._mine
         share = SLOW_SHARE * elsewhere / others if others else 0

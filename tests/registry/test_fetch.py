@@ -645,10 +645,20 @@ def test_silence_ends_a_connection(
     assert any("no answer for 0.2 s" in line for line in lines)
 
 
+def test_a_silent_lane_does_not_keep_idle_ones_waiting(
+    server: Server, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "TIMEOUT_S", 600.0)
+    monkeypatch.setattr(transfer, "HURRY_S", 0.05)
+    server.script(Fault(), Fault(stop_after=10_000, stall=True))
+    assert fetch(wanted(server, digest), tmp_path / "a.fp4") == digest
+
+
 def test_a_trickle_ends_a_connection(
     server: Server, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "SLOW_AFTER_S", 0.1)
+    monkeypatch.setattr(transfer, "HURRY_S", 0.1)
     server.script(Fault(trickle_s=0.02))
     lines: list[str] = []
     assert fetch(wanted(server, digest), tmp_path / "a.fp4", tell=lines.append) == digest

@@ -60,10 +60,10 @@ def test_a_slow_connection_is_one_beside_faster_ones(
     now_s = 100.0
     monkeypatch.setattr(transfer.time, "monotonic", lambda: now_s)  # type: ignore[attr-defined]
     pace = transfer._Pace(0)
-    pace.check(mine // 2, mine // 2, others)
+    pace.check(mine // 2, mine // 2, others, 15.0)
     now_s += 16.0
     if slow:
         with pytest.raises(TryAgain, match="slow"):
-            pace.check(mine // 2, all_lanes, others)
+            pace.check(mine // 2, all_lanes, others, 15.0)
     else:
-        pace.check(mine // 2, all_lanes, others)
+        pace.check(mine // 2, all_lanes, others, 15.0)
