@@ -618,7 +618,8 @@ def test_a_flush_that_fails_is_an_error(
     def lost(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(transfer, "FLUSH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(transfer, "FLUSH_BYTES", 1)
+    server.rate_bytes_per_s = 4e6  # or all might be there before the first flush
     monkeypatch.setattr(os, "fdatasync", lost)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
         fetch(wanted(server, digest), tmp_path / "a.fp4")
