@@ -45,13 +45,14 @@ from ds4q.artifact.hfq import Reader
 from ds4q.runtime.config import parse_config
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.experts.catalogue import Catalogue
+from ds4q.runtime.experts.header import Header
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.policy import DEFAULT_POLICY
 from ds4q.runtime.experts.reading import ExpertReader
 from ds4q.runtime.experts.replay import Asked, Priced, Warmed, Workload, compare
 from ds4q.runtime.experts.slots import HostSlots
-from ds4q.runtime.experts.trace import Header, Trace, read_trace
+from ds4q.runtime.experts.trace import Trace, read_trace
 from ds4q.runtime.experts.transport import HostTransport
 from ds4q.runtime.source import Tensors
 from tests.runtime import artifacts
@@ -114,6 +115,7 @@ def header(layers: int) -> Header:
         layers=layers,
         hash_layers=0,
         experts=EXPERTS,
+        owned=(0, EXPERTS),
         top_k=K,
         hidden=4096,
         slots=EXPERTS,

@@ -38,7 +38,7 @@ import numpy.typing as npt
 from benchmarks.harness import RESULTS, ROOT, commit, machine
 from ds4q import api
 from ds4q.runtime.engine import Engine
-from ds4q.runtime.experts.adapter import Adapter, write_adapter
+from ds4q.runtime.experts.adapter import Adapter
 from ds4q.runtime.experts.catalogue import Catalogue, Geometry, Key
 from ds4q.runtime.experts.evaluation import evaluate
 from ds4q.runtime.experts.fit import train
@@ -145,7 +145,7 @@ def predictors(folder: Path, name: str, tokens: int) -> tuple[Path, Adapter, lis
 
 def tiny(folder: Path, artifact: Path, adapter: Adapter, decoded: int) -> Iterator[Row]:
     file = folder / "tiny.adapter"
-    write_adapter(file, adapter)
+    file.write_bytes(adapter.encode())
     ids = windows(artifact, "scored.txt", PREFILLED + decoded)
     text = np.concatenate([part[1:] for part in ids])
     truth = folder / "truth.trace"

@@ -193,6 +193,9 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        """Close; a trace of what failed, other than by an interrupt, is dropped."""
+        if self._cache is not None and isinstance(error, Exception):
+            self._cache.drop_trace()
         self.close()
 
     def new_state(self) -> State:

@@ -99,14 +99,21 @@ def train_command(
 
     Example: ds4q adapter train book.trace -o m.adapter
     """
-    from ds4q.runtime.experts.adapter import write_adapter
-    from ds4q.runtime.experts.fit import claim_place, train
+    from ds4q.runtime.experts.adapter import MAGIC
+    from ds4q.runtime.experts.fit import LEAST_RIDGE, MOST_RIDGE, train
+    from ds4q.runtime.experts.newfile import NewFile
 
     begin = time.perf_counter()
-    claim_place(output, traces)
-    with common.progress("fitting", len(traces), unit="traces", quiet=quiet) as advance:
-        adapter = train(traces, rank=rank, ridge=ridge, advance=advance)
-    nbytes = write_adapter(output, adapter)
+    if not LEAST_RIDGE <= ridge <= MOST_RIDGE:
+        raise click.BadParameter(
+            f"{ridge} is not from {LEAST_RIDGE:g} to {MOST_RIDGE:g}", param_hint="--ridge"
+        )
+    common.claim_report(output, "--output", MAGIC)
+    with NewFile(output) as file:
+        with common.progress("fitting", len(traces), unit="traces", quiet=quiet) as advance:
+            adapter = train(traces, rank=rank, ridge=ridge, advance=advance)
+        nbytes = file.write(adapter.encode())
+        file.publish()
     document = {
         "output": str(output),
         "bytes": nbytes,

@@ -12,7 +12,8 @@ from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
-    from ds4q.runtime.experts.trace import Header, Trace
+    from ds4q.runtime.experts.header import Header
+    from ds4q.runtime.experts.trace import Trace
 
 SHARES = (0.05, 0.10, 0.20, 0.40)  # of the experts, priced beside the run's own slots
 
@@ -38,7 +39,7 @@ def command() -> None:
     multiple=True,
     metavar="S",
     help="Bytes of slots over all layers, repeatable. Default: the run's own, and what 5, 10, 20 "
-    "and 40 % of the experts take.",
+    "and 40 % of the experts take that it held.",
 )
 @click.option(
     "--policy",
@@ -78,13 +79,17 @@ def replay(
     """
     if html is not None:
         common.claim_page(html)
+    from ds4q.runtime.errors import CacheError
     from ds4q.runtime.experts.policy import POLICIES, parameters_of
     from ds4q.runtime.experts.replay import Workload, compare, reproduce
     from ds4q.runtime.experts.trace import read_trace
 
     chosen = list(dict.fromkeys(policies or POLICIES))
     for name in chosen:
-        parameters_of(name)  # refuses what is none, before the trace is read
+        try:
+            parameters_of(name)
+        except CacheError as error:
+            raise click.BadParameter(str(error), param_hint="--policy") from None
     start = time.perf_counter()
     trace = read_trace(file)
     _check_artifact(trace, artifact)
@@ -105,6 +110,8 @@ def replay(
             "policy": header.policy,
             "parameters": header.parameters,
             "slots": header.slots,
+            "experts": header.experts,
+            "owned": header.owned,
             "warm_start": header.warm_start,
             "limits": header.limits,
             "counters": own.told(),
@@ -138,12 +145,15 @@ def profile(file: Path, output: Path, as_json: bool, quiet: bool, verbose: bool)
 
     The profile belongs to the artifact that was traced; others refuse it.
     """
-    from ds4q.runtime.experts.profile import MARK, Profile, write_profile
+    from ds4q.runtime.experts.newfile import NewFile
+    from ds4q.runtime.experts.profile import MARK, Profile
     from ds4q.runtime.experts.trace import read_trace
 
     common.claim_report(output, "--output", MARK)
-    made = Profile.of(read_trace(file))
-    write_profile(output, made)
+    with NewFile(output) as new:
+        made = Profile.of(read_trace(file))
+        new.write(made.encode())
+        new.publish()
     used = [len(ids) for ids in made.experts]
     if as_json:
         common.emit_json(
@@ -187,16 +197,21 @@ def _slots(header: Header, budgets: tuple[int, ...]) -> list[int]:
 
     one = sum(header.slot_bytes)
     if not budgets:
-        shares = [int(share * header.experts) for share in SHARES]
-        return sorted({header.slots, *(n for n in shares if n >= header.top_k)})
+        shares = [int(share * header.held) for share in SHARES]
+        return sorted({header.slots, *(n for n in shares if n >= header.least)})
     least = min(budgets) // one
-    if least < header.top_k:
+    if least < header.least:
         raise CacheError(
-            f"the budget is too small: a token needs {header.top_k} slots in every layer",
-            expected=f"at least {header.top_k * one:,} bytes",
+            f"the budget is too small: a token needs {header.least} slots in every layer",
+            expected=f"at least {header.least * one:,} bytes",
             found=f"{min(budgets):,} bytes, {least} slots",
         )
-    return sorted({min(budget // one, header.experts) for budget in budgets})
+    return sorted({min(budget // one, header.held) for budget in budgets})
+
+
+def _of_rank(owned: tuple[int, int], experts: int) -> str:
+    start, stop = owned
+    return "" if stop - start == experts else f", of the rank with experts {start} to {stop - 1}"
 
 
 def _percent(value: float | None) -> str:
@@ -226,8 +241,8 @@ def _print(document: dict[str, Any]) -> None:
     run, tokens = document["run"], document["tokens"]
     click.echo(
         f"{one_line(document['trace'])}: {tokens['prefill']:,} tokens of prompts, "
-        f"{tokens['decode']:,} generated; {run['policy']} with {run['slots']} slots a layer, "
-        "reproduced exactly"
+        f"{tokens['decode']:,} generated; {run['policy']} with {run['slots']} slots a layer"
+        f"{_of_rank(run['owned'], run['experts'])}, reproduced exactly"
     )
     for phase, counts in run["counters"].items():
         told = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in counts.items())

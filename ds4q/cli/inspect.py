@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 RECEIPT_MAGIC = b"\x28\xb5\x2f\xfd"  # a zstd frame
 TRACE_MAGIC = b"ds4q.trace"
 TRACE_MAGIC_AT = 8  # behind the head of a zstd frame that unpackers skip
+TRACE_FRAME = b"\x5e\x2a\x4d\x18"  # which that head begins with
 
 
 @click.command("inspect")
@@ -58,7 +59,7 @@ def command(
         document, rows = _checkpoint(file, check)
     elif _starts_with(file, RECEIPT_MAGIC):
         document, rows = _receipt(file)
-    elif _starts_with(file, TRACE_MAGIC, at=TRACE_MAGIC_AT):
+    elif _starts_with(file, TRACE_MAGIC, at=TRACE_MAGIC_AT) or _starts_with(file, TRACE_FRAME):
         document, rows = _trace(file)
     else:
         document, rows = _artifact(file, check)

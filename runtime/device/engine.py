@@ -214,8 +214,10 @@ class HipEngine:
 
     def close(self) -> None:
         """End all reading, and free everything on the device, sequences too."""
-        self._close_cache()
-        self._backend.close()
+        try:
+            self._close_cache()
+        finally:
+            self._backend.close()
 
     def cache_counters(self) -> dict[str, Any] | None:
         """What the cache of routed experts counts; None where all are on the device."""
@@ -227,6 +229,9 @@ class HipEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        """Close; a trace of what failed, other than by an interrupt, is dropped."""
+        if self._cache is not None and isinstance(error, Exception):
+            self._cache.drop_trace()
         self.close()
 
     # ---- loading ---------------------------------------------------------------------------------
@@ -260,7 +265,6 @@ class HipEngine:
         self._await_weights()
         laps.lap("dense")
         if experts is not None and band_ids is not None:
-            self._cache = experts
             self._paging = experts.open(
                 self._backend, source, self._program, self._scratch, band_ids
             )
@@ -277,12 +281,14 @@ class HipEngine:
             _refuse(cache)
         if cache is None or not (cache.paged or cache.cold):
             return source, work, plan_weights(config, source, reader.path), None
-        experts = ExpertCache(config, source, reader, cache)
+        self._cache = experts = ExpertCache(config, source, reader, cache)
         self.notes = experts.notes
         slots = experts.catalogue, experts.pools
         weights = plan_weights(config, source, reader.path, slots)
         needed = sum(layout.nbytes for layout in (*source.layouts, work))
         if experts.size(self._backend.device, needed + self._caches.first_bytes):
+            self._close_cache()
+            self._cache = None
             return self._planned(reader, None)
         return source, work, weights, experts
 

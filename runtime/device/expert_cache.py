@@ -66,17 +66,21 @@ class ExpertCache:
     def __init__(
         self, config: ModelConfig, source: DeviceSource, reader: Reader, options: CacheOptions
     ) -> None:
-        self.notes: list[str] = []
         self._config = config
         self._options = options
         self._reader = reader
         self._digests: Digests | None = None
-        self._stack = ExitStack()
-        self._setup = Setup(reader, config, options, self._stack)
         self._tensors = source.tensors
-        self.catalogue = Catalogue(config, source.tensors, path=reader.path)
-        self.pools = ExpertPools(self.catalogue.geometry)
         self._plan: Plan | None = None
+        self._stack = ExitStack()
+        try:
+            self._setup = Setup(reader, config, options, self._stack)
+            self.notes = self._setup.notes
+            self.catalogue = Catalogue(config, source.tensors, path=reader.path)
+            self.pools = ExpertPools(self.catalogue.geometry)
+        except BaseException:
+            self._stack.close()
+            raise
 
     def size(self, device: Device, needed: int) -> bool:
         """Settle the number of slots, given the bytes of all else; whether all experts fit.
@@ -163,6 +167,10 @@ class ExpertCache:
         )
         self._warm(pager, plan.slots)
         return paging
+
+    def drop_trace(self) -> None:
+        """Leave no trace, of a run that failed; what stood at its place stays."""
+        self._setup.drop_trace()
 
     def close(self) -> None:
         """End all reading and finish the trace; a second call does nothing."""

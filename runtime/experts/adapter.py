@@ -27,7 +27,6 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -166,22 +165,15 @@ class Adapter:
         return Adapter(cut, self.about, self.path)
 
     def check_model(self, config: ModelConfig, artifact: str) -> None:
-        """Refuse a predictor of another model than the one of ``artifact_identity`` ``artifact``.
+        """Refuse a predictor of another artifact than the one of that ``artifact_identity``.
 
-        A file of version 1 names no model: only its sizes are compared. Entries for layers that
+        A file of version 1 names no artifact: only its sizes are compared. Entries for layers that
         are not run are no reason to refuse.
         """
         self.check(artifact, config.hidden_size, config.n_routed_experts)
 
     def check(self, artifact: str, hidden: int, experts: int) -> None:
         """As ``check_model``, of a model's sizes."""
-        if self.about is not None and self.about.artifact != artifact:
-            raise AdapterError(
-                "expert predictor of another model",
-                path=self.path,
-                expected=f"artifact {artifact}",
-                found=self.about.artifact,
-            )
         if (self.hidden, self.experts) != (hidden, experts):
             raise AdapterError(
                 "expert predictor of another model",
@@ -189,34 +181,33 @@ class Adapter:
                 expected=f"hidden size {hidden}, {experts} experts",
                 found=f"{self.hidden}, {self.experts}",
             )
+        if self.about is not None and self.about.artifact != artifact:
+            raise AdapterError(
+                "expert predictor of another artifact, though of a model of the same sizes",
+                path=self.path,
+                expected=f"artifact {artifact}",
+                found=self.about.artifact,
+                remedy="train one from a trace of this artifact (ds4q adapter train)",
+            )
 
+    def encode(self) -> bytes:
+        """The bytes of a file of version 2.
 
-def write_adapter(path: str | os.PathLike[str], adapter: Adapter) -> int:
-    """Write a predictor as version 2, whole or not at all, and return its bytes.
+        A and B are rounded to float16; entries that are float16 already are kept exactly.
 
-    A and B are rounded to float16; an adapter whose entries are float16 already is kept exactly.
-    """
-    if adapter.about is None:
-        raise AdapterError("a predictor that names no model is not written", path=path)
-    about = canonical(asdict(adapter.about))
-    counts = (len(adapter.entries), adapter.hidden, adapter.experts, adapter.rank)
-    parts = [_HEAD.pack(MAGIC, VERSION, *counts), _WORD.pack(len(about)), about]
-    for layer, (a, b, offset) in adapter.entries.items():
-        parts.append(_WORD.pack(layer))
-        parts += [a.astype("<f2").tobytes(), b.astype("<f2").tobytes()]
-        parts.append(offset.astype("<f4").tobytes())
-    body = b"".join(parts)
-    place = Path(path)
-    sibling = place.with_name(place.name + ".partial")
-    try:
-        with sibling.open("wb") as file:
-            file.write(body + xxhash.xxh3_128(body).digest())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(sibling, place)
-    finally:
-        sibling.unlink(missing_ok=True)
-    return len(body) + _DIGEST_BYTES
+        Raises ``AdapterError`` where ``about`` is None.
+        """
+        if self.about is None:
+            raise AdapterError("a predictor that names no model is not written", path=self.path)
+        about = canonical(asdict(self.about))
+        counts = (len(self.entries), self.hidden, self.experts, self.rank)
+        parts = [_HEAD.pack(MAGIC, VERSION, *counts), _WORD.pack(len(about)), about]
+        for layer, (a, b, offset) in self.entries.items():
+            parts.append(_WORD.pack(layer))
+            parts += [a.astype("<f2").tobytes(), b.astype("<f2").tobytes()]
+            parts.append(offset.astype("<f4").tobytes())
+        body = b"".join(parts)
+        return body + xxhash.xxh3_128(body).digest()
 
 
 def read_adapter(path: str | os.PathLike[str]) -> Adapter:

@@ -92,6 +92,10 @@ class ExpertCache:
             **self.store.counters(),
         }
 
+    def drop_trace(self) -> None:
+        """Leave no trace, of a run that failed; what stood at its place stays."""
+        self._setup.drop_trace()
+
     def close(self) -> None:
         """End all reading and finish the trace; a second call does nothing."""
         self._stack.close()
@@ -157,7 +161,7 @@ class _Opening:
         self.laps = laps
         self.stack = stack
         self.setup = Setup(reader, config, options, stack)
-        self.notes: list[str] = []
+        self.notes = self.setup.notes
         self.plan: Plan | None = None
         self.memory: dict[str, int] = {}
         self.digests: Digests | None = None

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ import xxhash
 
 from ds4q.runtime.errors import AdapterError, TraceError
 from ds4q.runtime.experts.adapter import (
-    MAGIC,
     NORMALISATION,
     STATE,
     TARGET,
@@ -30,7 +28,8 @@ from ds4q.runtime.experts.adapter import (
     Adapter,
     Entry,
 )
-from ds4q.runtime.experts.trace import Header, RouterRecord, StatesRecord, Trace, read_trace
+from ds4q.runtime.experts.header import Header
+from ds4q.runtime.experts.trace import RouterRecord, StatesRecord, Trace, read_trace
 
 F64 = npt.NDArray[np.float64]
 
@@ -258,18 +257,3 @@ def _add_all(trace: Trace, group: dict[int, Sums]) -> Texts:
         if pair.source.layer in group:
             group[pair.source.layer].add(pair)
     return text
-
-
-def claim_place(out: Path, traces: Sequence[Path]) -> None:
-    """Refuse, before any work, an output that is an input, or no earlier predictor."""
-    if not out.parent.is_dir():
-        raise AdapterError("no folder to write in", path=out.parent, remedy="choose another place")
-    if not out.exists():
-        return
-    if any(out.samefile(trace) for trace in traces):
-        raise AdapterError("output is one of the inputs", path=out, remedy="choose another name")
-    with out.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise AdapterError(
-                "exists and is no earlier predictor", path=out, remedy="choose another name"
-            )

@@ -1,6 +1,7 @@
 """Owns the warm-start profile: which experts of a layer a trace used most. Loads no expert.
 
-The file is canonical JSON, so one trace always gives the same bytes.
+The file is canonical JSON with a digest of its own content, so one trace always gives the same
+bytes, and none of them can change unnoticed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.errors import ProfileError, TraceError
 from ds4q.runtime.experts.trace import Trace
 
-FORMAT = "ds4q.profile.v1"
+FORMAT = "ds4q.profile.v2"
 MARK = b'"a_format":"ds4q.profile'  # the keys are sorted: it comes first
+DIGEST = "xxh3"  # the key of the digest of all else
 MAX_PROFILE_BYTES = 64 << 20
 
 
@@ -59,35 +60,37 @@ class Profile:
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        return canonical({"a_format": FORMAT} | asdict(self))
+        return canonical(self._content() | {DIGEST: self.digest})
 
     @property
     def digest(self) -> str:
-        """xxh3-128 (hex) of the file: what a trace names as its warm start."""
-        return xxhash.xxh3_128(self.encode()).hexdigest()
+        """xxh3-128 (hex) of the content: what the file and a trace's warm start name it by."""
+        return _digest(self._content())
 
-
-def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
-    """Write a profile, whole or not at all; a file of that name is replaced."""
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
-    try:
-        partial.write_bytes(profile.encode())
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    def _content(self) -> dict[str, Any]:
+        return {"a_format": FORMAT} | asdict(self)
 
 
 def read_profile(path: str | os.PathLike[str], artifact: str, layers: int, experts: int) -> Profile:
     """The profile at ``path``, of the artifact with that identity and those sizes.
 
-    Raises ``ProfileError``: not a profile, another artifact's, an expert out of range or twice.
+    Raises ``ProfileError``: not a profile, one of another version, damaged, another artifact's, an
+    expert out of range or twice.
     """
     document = _parse(path)
-    if document.pop("a_format", None) != FORMAT or document.keys() != {
-        each.name for each in fields(Profile)
-    }:
+    version = document.get("a_format")
+    if isinstance(version, str) and version != FORMAT and version.startswith(FORMAT[:-1]):
+        raise ProfileError("profile of another version", path=path, expected=FORMAT, found=version)
+    digest = document.pop(DIGEST, None)
+    if version != FORMAT or document.keys() != {"a_format", *(x.name for x in fields(Profile))}:
         raise ProfileError("not a warm-start profile", path=path)
+    if digest != _digest(document):
+        raise ProfileError(
+            "the profile is damaged: its digest differs",
+            path=path,
+            expected=digest,
+            found=_digest(document),
+        )
     if document["artifact"] != artifact:
         raise ProfileError(
             "profile of another artifact", path=path, expected=artifact, found=document["artifact"]
@@ -106,6 +109,10 @@ def read_profile(path: str | os.PathLike[str], artifact: str, layers: int, exper
                 found=next(i for i in ids if not 0 <= i < experts),
             )
     return Profile(artifact, tuple(map(tuple, ranked)), tuple(map(tuple, uses)))
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(canonical(content)).hexdigest()
 
 
 def _parse(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds4q.runtime.errors import TraceError
+from ds4q.runtime.experts.header import Header
 from ds4q.runtime.experts.ledger import Demand
 from ds4q.runtime.experts.policy import Policy, make_policies, parameters_of
 from ds4q.runtime.experts.store import Phase
@@ -22,7 +23,6 @@ from ds4q.runtime.experts.trace import (
     PHASES,
     BandRecord,
     GoneRecord,
-    Header,
     Outcome,
     Trace,
     WarmRecord,

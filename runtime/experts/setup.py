@@ -5,7 +5,7 @@ Knows neither where slots are nor what fills them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import numpy as np
@@ -16,6 +16,8 @@ from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.adapter import Adapter, read_adapter
 from ds4q.runtime.experts.catalogue import Catalogue
+from ds4q.runtime.experts.header import Header
+from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.pager import Pager
@@ -24,7 +26,7 @@ from ds4q.runtime.experts.policy import DEFAULT_POLICY, parameters_of
 from ds4q.runtime.experts.predict import AdapterGuess, Prefetcher
 from ds4q.runtime.experts.profile import Profile, read_profile
 from ds4q.runtime.experts.reading import Purpose, Transport
-from ds4q.runtime.experts.trace import Header, Recorder, artifact_identity
+from ds4q.runtime.experts.trace import Recorder, artifact_identity
 
 
 class Setup:
@@ -40,10 +42,12 @@ class Setup:
     ownership : the experts of this rank
     policy : name
     recorder : of the trace, once it is begun
+    notes : what a user should hear, one line each; may grow
 
     Raises
     ------
     CacheError, AdapterError, ProfileError : it cannot be
+    WriteError : the trace cannot be written, or another process writes it
     """
 
     def __init__(
@@ -52,12 +56,14 @@ class Setup:
         self.options = options
         self.policy = options.policy or DEFAULT_POLICY
         self.recorder: Recorder | None = None
+        self.notes: list[str] = []
         self._config = config
         self._stack = stack
         self._path = reader.path
         self._identity = artifact_identity(reader)
         self._adapter: Adapter | None = None
         self._profile: Profile | None = None
+        self._trace: NewFile | None = None
         layers, experts = config.num_hidden_layers, config.n_routed_experts
         self.ownership = _ownership(options, experts)
         if options.adapter is not None:
@@ -65,6 +71,15 @@ class Setup:
             self._adapter.check_model(config, self._identity)
         if options.profile is not None:
             self._profile = read_profile(options.profile, self._identity, layers, experts)
+            if not any(self._warm(self._profile)):
+                self.notes.append(
+                    f"{options.profile}: names no expert of this rank, which holds "
+                    f"{self.ownership.start} to {self.ownership.stop - 1} of {experts}: the cache "
+                    "begins empty"
+                )
+        if options.trace is not None:
+            self._trace = NewFile(options.trace)
+            stack.callback(self._trace.discard)
 
     def check_owned(self, nbytes: int) -> None:
         """Refuse a budget that is less than ``nbytes``, where a rank keeps its experts alone."""
@@ -80,19 +95,20 @@ class Setup:
 
     def record(self, catalogue: Catalogue, plan: Plan | None) -> None:
         """Begin the trace, if there is to be one; ``plan`` is None where nothing is paged."""
-        if self.options.trace is None:
+        if self._trace is None:
             return
         header = Header.of(
             self._identity,
             self._config,
             catalogue,
             len(self.ownership.owned) if plan is None else plan.slots,
+            owned=(self.ownership.start, self.ownership.stop),
             policy=self.policy,
             parameters=parameters_of(self.policy),
             warm_start="" if self._profile is None else self._profile.digest,
             limits=limits_of(self.options, plan),
         )
-        self.recorder = Recorder(self.options.trace, header)
+        self.recorder = Recorder(self._trace, header)
         self._stack.callback(self.recorder.close)
 
     def pager(self, catalogue: Catalogue, plan: Plan, transport: Transport) -> Pager:
@@ -136,9 +152,17 @@ class Setup:
 
     def warm(self, pager: Pager, slots: int) -> None:
         """Read what the profile names, behind whatever is demanded."""
-        named: Sequence[Sequence[int]] = () if self._profile is None else self._profile.experts
-        for layer, experts in enumerate(named):
+        for layer, experts in enumerate(() if self._profile is None else self._warm(self._profile)):
             pager.prefetch(layer, experts[:slots], Purpose.WARM)
+
+    def drop_trace(self) -> None:
+        """Leave no trace, of a run that failed."""
+        if self.recorder is not None:
+            self.recorder.drop()
+
+    def _warm(self, profile: Profile) -> list[list[int]]:
+        """Of the experts that a profile names in each layer, those of this rank."""
+        return [[e for e in experts if self.ownership.owns(e)] for experts in profile.experts]
 
 
 def _ownership(options: CacheOptions, experts: int) -> ExpertOwnership:

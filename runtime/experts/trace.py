@@ -1,19 +1,17 @@
 """Owns the trace file: which experts each dispatch asked for, and what became of it. Decides none.
 
-Layout, little-endian: a zstd skippable frame with the magic, the version and a JSON header; then
-one zstd frame of records, closed by a record that counts them. ``zstd -d`` unpacks the records.
+Layout, little-endian: a header (``header.py``), then one zstd frame of records, closed by a record
+that counts them. ``zstd -d`` unpacks the records.
 T tokens of a dispatch, K experts per token, D distinct experts of a band, d hidden size, E experts.
 """
 
 from __future__ import annotations
 
 import enum
-import json
 import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -22,24 +20,16 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
-from ds4q.artifact.errors import MetadataError
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.metadata import canonical, parse_metadata
-from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import TraceError
-from ds4q.runtime.experts.catalogue import Catalogue
+from ds4q.runtime.experts.header import Header, read_header
+from ds4q.runtime.experts.newfile import NewFile
 
-MAGIC = b"ds4q.trace"
-VERSION = 1
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 MAX_RECORD_BYTES = 256 << 20
-MAX_HEADER_BYTES = 16 << 20
 
 Phase = Literal["prefill", "decode"]
 
-_SKIPPABLE = 0x184D2A5E  # one of zstd's sixteen skippable magics
-_FRAME = struct.Struct("<II")
-_FRONT = struct.Struct("<10sH")
 _KIND = struct.Struct("<B")
 _BAND = struct.Struct("<QIBIHIHHHHHQ")
 _EXPERT = struct.Struct("<HH")
@@ -67,53 +57,6 @@ class _Kind(enum.IntEnum):
     STATES = 3
     ROUTER = 4
     GONE = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a trace was recorded under.
-
-    ``expert_bytes`` holds per layer the bytes of each expert in the file, or of one where all are
-    alike; ``slot_bytes`` the bytes of a slot of each layer.
-    """
-
-    artifact: str  # ``artifact_identity``
-    layers: int
-    hash_layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    slots: int
-    slot_bytes: tuple[int, ...]
-    expert_bytes: tuple[tuple[int, ...], ...]
-    policy: str
-    parameters: dict[str, float] = field(default_factory=dict)
-    warm_start: str = ""  # digest of the profile
-    limits: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, artifact: str, config: ModelConfig, catalogue: Catalogue, slots: int, **rest: Any
-    ) -> Header:
-        """The header of a run; ``rest``: policy, parameters, warm_start, limits."""
-        sizes = [tuple(record.nbytes for record in layer) for layer in catalogue.records]
-        return cls(
-            artifact=artifact,
-            layers=config.num_hidden_layers,
-            hash_layers=config.num_hash_layers,
-            experts=config.n_routed_experts,
-            top_k=config.num_experts_per_tok,
-            hidden=config.hidden_size,
-            slots=slots,
-            slot_bytes=tuple(geometry.nbytes for geometry in catalogue.geometry),
-            expert_bytes=tuple(size[:1] if len(set(size)) == 1 else size for size in sizes),
-            **rest,
-        )
-
-    def bytes_of(self, layer: int, expert: int) -> int:
-        """Bytes that reading an expert takes."""
-        sizes = self.expert_bytes[layer]
-        return sizes[expert] if len(sizes) > 1 else sizes[0]
 
 
 class BandRecord(NamedTuple):
@@ -183,25 +126,28 @@ def artifact_identity(reader: Reader) -> str:
 class Recorder:
     """Writes a trace; any thread may add records. The file has its name once ``close`` is called.
 
-    A trace in which no layer was asked for anything is dropped, and what stood at ``path`` stays.
+    A trace in which no layer was asked for anything is dropped, and so is one whose last record was
+    not written whole: what stood there stays.
 
     Parameters
     ----------
-    path : replaced if it exists
+    file : nothing has been written to it
+
+    Raises ``WriteError``, as all that writes here, where nothing more can be written; nothing is
+    left then.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
+    def __init__(self, file: NewFile, header: Header) -> None:
         self.header = header
-        self._path = Path(path)
-        self._partial = self._path.with_name(self._path.name + ".partial")
+        self._file = file
         self._lock = threading.Lock()
         self._records = 0
         self._empty = True
-        self._file: BinaryIO | None = self._partial.open("wb")
-        front = _FRONT.pack(MAGIC, VERSION) + canonical(asdict(header))
-        self._file.write(_FRAME.pack(_SKIPPABLE, len(front)) + front)
+        self._whole = True
+        self._open = True
+        file.write(header.encode())
         packer = zstandard.ZstdCompressor(level=3, write_checksum=True)
-        self._stream = packer.stream_writer(self._file, closefd=False)
+        self._stream = packer.stream_writer(file, closefd=False)  # type: ignore[arg-type]
 
     def dispatch(
         self,
@@ -269,23 +215,30 @@ class Recorder:
     def close(self) -> None:
         """Finish the file and give it its name; a second call does nothing."""
         with self._lock:
-            file, self._file = self._file, None
-            if file is None:
+            if not self._open:
                 return
-            with file:
-                self._stream.write(_KIND.pack(_Kind.END) + _END.pack(self._records))
-                self._stream.close()
-            if self._empty:  # of a load that failed, say
-                self._partial.unlink()
-            else:
-                os.replace(self._partial, self._path)
+            self._open = False
+            if self._empty or not self._whole:  # of a load that failed, say
+                self._file.discard()
+                return
+            self._stream.write(_KIND.pack(_Kind.END) + _END.pack(self._records))
+            self._stream.close()
+            self._file.publish()
+
+    def drop(self) -> None:
+        """Leave no trace, of a run that failed; what stood at its place stays."""
+        with self._lock:
+            self._open = False
+            self._file.discard()
 
     def _write(self, kind: _Kind, *parts: bytes) -> None:
         with self._lock:
-            if self._file is None:
-                raise TraceError("a record after the trace was closed", path=self._path)
+            if not self._open or not self._whole:
+                raise TraceError("a record after the trace was closed", path=self._file.final)
+            self._whole = False  # until it is: an interrupt may come at any time
             self._stream.write(b"".join((_KIND.pack(kind), *parts)))
             self._records += 1
+            self._whole = True
 
 
 class Trace:
@@ -297,7 +250,7 @@ class Trace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         with self.path.open("rb") as file:
-            self.header = _read_header(file, self.path)
+            self.header = read_header(file, self.path)
             self._start = file.tell()
 
     def __iter__(self) -> Iterator[Record]:
@@ -313,65 +266,6 @@ class Trace:
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Open a trace and check its header; records are checked as they are read."""
     return Trace(path)
-
-
-def _read_header(file: BinaryIO, path: Path) -> Header:
-    raw = file.read(_FRAME.size + _FRONT.size)
-    if len(raw) < _FRAME.size + _FRONT.size or raw[_FRAME.size :][: len(MAGIC)] != MAGIC:
-        raise TraceError("not a trace", path=path, remedy="record one with ds4q run --trace FILE")
-    magic, length = _FRAME.unpack_from(raw)
-    _, version = _FRONT.unpack_from(raw, _FRAME.size)
-    if magic != _SKIPPABLE or version != VERSION:
-        raise TraceError(
-            "trace of another version",
-            path=path,
-            expected=VERSION,
-            found=version,
-            remedy="record it again with this ds4q",
-        )
-    length -= _FRONT.size
-    if not 0 < length <= MAX_HEADER_BYTES:
-        raise TraceError("header out of bounds", path=path, found=f"{length} bytes")
-    text = file.read(length)
-    if len(text) < length:
-        raise TraceError("cut short in its header", path=path, expected=length, found=len(text))
-    try:
-        document = parse_metadata(text, path)
-        header = Header(**{name: _tuples(value) for name, value in document.items()})
-    except (MetadataError, TypeError) as error:
-        raise TraceError("header cannot be read", path=path, found=error) from None
-    _check_header(header, path)
-    return header
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
-
-
-def _check_header(header: Header, path: Path) -> None:
-    kinds = {"int": int, "str": str, "dict": dict, "tuple": tuple}
-    for each in fields(Header):
-        value = getattr(header, each.name)
-        if type(value) is not kinds[str(each.type).split("[")[0]]:
-            raise TraceError(f"header: bad {each.name}", path=path, found=json.dumps(value)[:80])
-
-    def sizes(values: Sequence[Any]) -> bool:
-        return all(type(value) is int and value > 0 for value in values)
-
-    counts = (header.layers, header.experts, header.top_k, header.slots, header.hidden)
-    sound = (
-        sizes(counts)
-        and 0 <= header.hash_layers <= header.layers
-        and header.top_k <= header.experts <= 1 << 16
-        and len(header.slot_bytes) == len(header.expert_bytes) == header.layers
-        and sizes(header.slot_bytes)
-        and all(type(s) is tuple and len(s) in (1, header.experts) for s in header.expert_bytes)
-        and all(map(sizes, header.expert_bytes))
-        and all(type(value) is int for value in header.limits.values())
-        and all(type(value) in (int, float) for value in header.parameters.values())
-    )
-    if not sound:
-        raise TraceError("header: sizes do not fit each other", path=path, found=counts)
 
 
 class _Records:
@@ -423,6 +317,7 @@ class _Records:
         served = set(distinct.tolist())
         self._check(len(served) == d, "distinct experts named twice", d)
         self._check(served <= set(ids.ravel().tolist()), "expert that no token chose", distinct)
+        self._check(served <= set(range(*header.owned)), "expert of another rank", distinct)
         return BandRecord(
             number, sequence, PHASES[phase], token, layer,
             ids, distinct, outcomes, issued, used, dropped, nbytes,

@@ -135,6 +135,33 @@ def test_a_bad_rank_is_wrong_usage(trained: Path, tmp_path: Path, rank: str) -> 
     assert "is not a rank" in result.stderr
 
 
+@pytest.mark.parametrize("ridge", ["-1", "0", "nan", "inf", "1e7"])
+def test_a_bad_ridge_is_wrong_usage(trained: Path, tmp_path: Path, ridge: str) -> None:
+    result = run("train", trained / "one.trace", "-o", tmp_path / "a", f"--ridge={ridge}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--ridge" in result.stderr
+    assert "is not from 1e-09 to 1e+06" in result.stderr
+
+
+def test_an_output_that_cannot_be_is_wrong_usage(
+    trained: Path, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    one, before = trained / "one.trace", (trained / "one.trace").read_bytes()
+    for out in (one, tiny_artifact, tmp_path, tmp_path / "no" / "a"):
+        result = run("train", one, "-o", out)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "--output" in result.stderr
+    assert one.read_bytes() == before
+
+
+def test_a_file_that_is_in_the_way_stays(trained: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "a.partial"
+    mine.write_text("mine")
+    refused(run("train", trained / "one.trace", "-o", tmp_path / "a"), mine, "move it away")
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "a").exists()
+
+
 def refused(result: Result, *says: object) -> None:
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -152,8 +179,6 @@ def test_what_cannot_be_done_is_one_line(
         run("train", tmp_path / "none", "-o", tmp_path / "a"), tmp_path / "none", "No such file"
     )
     refused(run("train", tiny_artifact, "-o", tmp_path / "a"), tiny_artifact, "not a trace")
-    refused(run("train", one, "-o", one), one, "output is one of the inputs")
-    refused(run("train", one, "-o", tiny_artifact), tiny_artifact, "no earlier predictor")
     refused(run("eval", tiny_artifact, one), tiny_artifact, "not an expert predictor")
     refused(run("eval", fitted, one, "--rank", "17"), fitted, "1 to 16")
     cut = tmp_path / "cut"
@@ -162,14 +187,14 @@ def test_what_cannot_be_done_is_one_line(
     cut.write_bytes(one.read_bytes()[:-1])
     refused(run("eval", fitted, cut, "-q"), cut, "cut short")
     other = states(random_artifact, tmp_path / "other.trace", "scored.txt", 20)
-    refused(run("eval", fitted, other), fitted, "another model")
+    refused(run("eval", fitted, other), fitted, "another artifact, though of a model of the same")
     refused(run("train", one, other, "-o", tmp_path / "a"), other, "different models")
     assert not (tmp_path / "a").exists()
 
 
 def test_a_run_refuses_the_predictor_of_another_model(trained: Path, random_artifact: Path) -> None:
     options = CacheOptions(slots=6, adapter=trained / "m.adapter")
-    with pytest.raises(AdapterError, match="another model"):
+    with pytest.raises(AdapterError, match="another artifact"):
         Engine.load(random_artifact, threads=1, cache=options)
 
 

@@ -114,22 +114,65 @@ def test_the_traced_artifact_is_taken(trace: Path, tiny_artifact: Path, tmp_path
     assert replay(own, "--artifact", tiny_artifact)["artifact"] == made.artifact
 
 
+def test_a_budget_that_is_too_small_is_one_line(trace: Path) -> None:
+    result = ds4q("replay", trace, "--budget", 2 * SLOT)
+    assert result.exit_code == 1
+    assert f"needs 3 slots in every layer: expected at least {3 * SLOT}" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("policy", "says"),
     [
-        (
-            ["--budget", str(2 * SLOT)],
-            f"needs 3 slots in every layer: expected at least {3 * SLOT}",
-        ),
-        (["--policy", "mru"], "no such cache policy"),
-        (["--policy", "lfu:2"], "bad decay of lfu"),
+        ("mru", "no such cache policy"),
+        ("", "no such cache policy"),
+        ("lfu:2", "bad decay of lfu"),
+        ("lfu:0", "bad decay of lfu"),
     ],
 )
-def test_what_cannot_be_priced_is_one_line(trace: Path, words: list[str], says: str) -> None:
-    result = ds4q("replay", trace, *words)
-    assert result.exit_code == 1
+def test_what_is_no_policy_is_wrong_usage(trace: Path, policy: str, says: str) -> None:
+    result = ds4q("replay", trace, "--policy", policy)
+    assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert "--policy" in result.stderr
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 16), (16, 32)])
+def test_a_ranks_trace_is_priced_by_what_the_rank_holds(
+    start: int, stop: int, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    made = replace(streams.header(experts=EXPERTS, top_k=K, slots=SLOTS), owned=(start, stop))
+    ids = start + streams.skewed(1, LAYERS, 60, stop - start, K)
+    path = streams.record(tmp_path / "rank.trace", ids, made)
+    found = replay(path)
+    assert (found["run"]["experts"], found["run"]["owned"]) == (EXPERTS, [start, stop])
+    assert sorted({row["slots"] for row in found["replays"]}) == [3, 6]  # 20 % and 40 % of 16
+    assert {row["slots"] for row in replay(path, "--budget", "1GiB")["replays"]} == {16}
+    shown = ds4q("replay", path, "--budget", "1GiB").stdout
+    assert f"6 slots a layer, of the rank with experts {start} to {stop - 1}, reprod" in shown
+
+
+def test_a_rank_with_few_experts_needs_no_more_slots(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    made = replace(streams.header(experts=EXPERTS, top_k=K, slots=2), owned=(4, 6))
+    ids = 4 + streams.skewed(1, LAYERS, 9, 2, 2)
+    path = streams.record(tmp_path / "rank.trace", ids, made)
+    assert {row["slots"] for row in replay(path, "--budget", 2 * SLOT)["replays"]} == {2}
+    assert "needs 2 slots" in ds4q("replay", path, "--budget", SLOT).stderr
+
+
+def test_a_file_that_is_in_the_way_of_a_profile_stays(trace: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "p.partial"
+    mine.write_text("mine")
+    result = ds4q("profile", trace, "-o", tmp_path / "p")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"{mine}: " in result.stderr
+    assert "move it away, or choose another output" in result.stderr
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "p").exists()
 
 
 @pytest.mark.parametrize("command", [["replay"], ["profile", "-o", "x"]])
@@ -159,3 +202,27 @@ def test_inspect_knows_a_trace(trace: Path, tmp_path: Path) -> None:
     cut = CliRunner().invoke(main, ["inspect", str(trace)])
     assert cut.exit_code == 1
     assert "cut short" in cut.stderr
+
+
+@pytest.mark.parametrize(
+    ("at", "says"),
+    [
+        (0, "damaged header"),
+        (5, "damaged header"),
+        (9, "damaged header"),
+        (18, "another version: expected 2, found 3; record it again"),
+        (60, "damaged header"),
+    ],
+)
+@pytest.mark.parametrize("command", [["inspect"], ["cache", "replay"], ["cache", "profile", "-o"]])
+def test_a_damaged_header_is_told_as_such(
+    trace: Path, command: list[str], at: int, says: str, tmp_path: Path
+) -> None:
+    raw = trace.read_bytes()
+    trace.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+    words = [*command, *([str(tmp_path / "p")] if "-o" in command else []), str(trace)]
+    result = CliRunner().invoke(main, words)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"{trace}: " in result.stderr
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -23,7 +23,6 @@ from ds4q.runtime.experts.adapter import (
     About,
     Adapter,
     Entry,
-    write_adapter,
 )
 from ds4q.runtime.experts.trace import artifact_identity
 from tests.cli.registry_words import TAG, names, refused, registry, told
@@ -114,21 +113,21 @@ def test_an_adapter_is_registered_with_its_own_model(
     a, b = np.zeros((2, d), np.float32), np.zeros((experts, 2), np.float32)
     zeros = Entry(a, b, np.zeros(experts, np.float32))
     adapter, other = tmp_path / "a.bin", replace(about, artifact="0" * 32)
-    write_adapter(adapter, Adapter({0: zeros}, other))
-    assert "another model" in refused("add", tiny_artifact, "--adapter", adapter)
-    write_adapter(adapter, Adapter({0: zeros}, about))
+    adapter.write_bytes(Adapter({0: zeros}, other).encode())
+    assert "another artifact" in refused("add", tiny_artifact, "--adapter", adapter)
+    adapter.write_bytes(Adapter({0: zeros}, about).encode())
     (home / "models").mkdir(parents=True)
     for path in (tiny_artifact, adapter):
         shutil.copy(path, home / "models")
     file, tag = home / "models" / tiny_artifact.name, tiny_artifact.stem
     assert told("add", file, "--adapter", adapter)["entry"]["adapter"]["file"] == "a.bin"
     assert told("verify", tag)["checks"][1]["figures"]["sidecars"] == 1
-    write_adapter(adapter, Adapter({0: zeros}, other))
+    adapter.write_bytes(Adapter({0: zeros}, other).encode())
     shutil.copy(adapter, home / "models")
     own = json.loads((home / "registry.json").read_text())
     own["models"][tag]["adapter"] = sidecar("a.bin", adapter.read_bytes())
     (home / "registry.json").write_text(json.dumps(own))
-    assert "of another model" in registry("verify", tag).stderr
+    assert "of another artifact" in registry("verify", tag).stderr
 
 
 def test_add_refuses_what_is_no_artifact(file: Path) -> None:

@@ -25,12 +25,11 @@ from ds4q.runtime.experts.adapter import (
     About,
     Adapter,
     Entry,
-    write_adapter,
 )
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.predict import Prefetcher
-from ds4q.runtime.experts.profile import Profile, write_profile
+from ds4q.runtime.experts.profile import Profile
 from ds4q.runtime.experts.trace import artifact_identity, read_trace
 from ds4q.runtime.model.moe import route
 from ds4q.runtime.source import Tensors
@@ -276,7 +275,7 @@ def adapter(micro_path: Path, tmp_path: Path) -> Path:
     entry = Entry(*(part.astype(np.float32) for part in parts))
     with Reader(micro_path) as reader:
         about = About(artifact_identity(reader), STATE, TARGET, NORMALISATION, 0.1, 1, ("",))
-    write_adapter(tmp_path / "adapter", Adapter({0: entry}, about))
+    (tmp_path / "adapter").write_bytes(Adapter({0: entry}, about).encode())
     return tmp_path / "adapter"
 
 
@@ -314,7 +313,7 @@ def test_a_profile_warms_the_cache(
     cold = load(micro_path, max_context=64, cache=CacheOptions(slots=CHOSEN, trace=trace))
     walk(cold)
     cold.close()
-    write_profile(profile, Profile.of(read_trace(trace)))
+    profile.write_bytes(Profile.of(read_trace(trace)).encode())
     cache = CacheOptions(slots=CHOSEN, profile=profile)
     warm = load(micro_path, max_context=64, batch_tokens=8, cache=cache)
     deadline = time.monotonic() + 30

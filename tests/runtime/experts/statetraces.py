@@ -8,8 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.runtime.experts.header import Header
+from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.predict import best
-from ds4q.runtime.experts.trace import Header, Outcome, Recorder
+from ds4q.runtime.experts.trace import Outcome, Recorder
 
 D, E, K, LAYERS = 12, 10, 3, 4
 
@@ -34,6 +36,7 @@ def header(artifact: str = "ab" * 16, hash_layers: int = 1, layers: int = LAYERS
         layers=layers,
         hash_layers=hash_layers,
         experts=E,
+        owned=(0, E),
         top_k=K,
         hidden=D,
         slots=E,
@@ -57,7 +60,7 @@ def write_states(
     """A trace of one sequence, in batches; without the states of ``skip``: (batch, layer)."""
     rng = np.random.default_rng(seed)
     head = head or header()
-    recorder = Recorder(path, head)
+    recorder = Recorder(NewFile(path), head)
     for layer in range(1, head.layers):
         recorder.router(layer, np.zeros((E, D), np.float32), model.bias)
     asked = range(K)

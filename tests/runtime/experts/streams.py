@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from ds4q.runtime.experts.header import Header
+from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.policy import make_policies, parameters_of
 from ds4q.runtime.experts.replay import Asked, Cache, Workload, bands
 from ds4q.runtime.experts.store import Phase
-from ds4q.runtime.experts.trace import Header, Outcome, Recorder
+from ds4q.runtime.experts.trace import Outcome, Recorder
 
 I64 = npt.NDArray[np.int64]
 
@@ -35,6 +37,7 @@ def header(
         layers=layers,
         hash_layers=1,
         experts=experts,
+        owned=(0, experts),
         top_k=top_k,
         hidden=8,
         slots=slots,
@@ -70,7 +73,7 @@ def record(path: Path, ids: I64, made: Header, prompt: int = 0) -> Path:
     """A trace of ``ids`` [L, T, K]; the first ``prompt`` tokens are one batch."""
     layers, tokens, _ = ids.shape
     cache = Cache(make_policies(made.policy, layers, made.slots, made.experts), made.slots)
-    recorder = Recorder(path, made)
+    recorder = Recorder(NewFile(path), made)
     starts = [*([0] if prompt else []), *range(prompt, tokens)]
     for number, start in enumerate(starts):
         batch = prompt if prompt and start == 0 else 1

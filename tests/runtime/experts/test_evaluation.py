@@ -21,6 +21,7 @@ from ds4q.runtime.experts.evaluation import (
     evaluate,
 )
 from ds4q.runtime.experts.fit import train
+from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.trace import Recorder, read_trace
 from tests.checks import check_refused
 from tests.runtime.experts.statetraces import D, E, K, header, truth, write_states
@@ -91,7 +92,7 @@ def hand_made(
 ) -> Path:
     """Layer 0 looks up, layer 1 chooses: one token a batch. The gate likes ``gate``, always."""
     head = dataclasses.replace(header(layers=2), top_k=2)
-    recorder = Recorder(path, head)
+    recorder = Recorder(NewFile(path), head)
     weights = np.zeros((E, D), np.float32)
     weights[gate] = 1
     recorder.router(1, weights, np.zeros(E, np.float32))
@@ -138,7 +139,7 @@ def test_the_next_gate_is_a_predictor(tmp_path: Path) -> None:
 
 def test_another_model_is_refused(trace: Path, tmp_path: Path) -> None:
     adapter = train([write_states(tmp_path / "o", truth(), head=header("00" * 16))])
-    says = ["another model", "00" * 16]
+    says = ["another artifact", "00" * 16]
     check_refused(AdapterError, lambda: evaluate(adapter, read_trace(trace)), says=says)
     small = Adapter({0: Entry(*(np.zeros(s, np.float32) for s in ((1, D), (4, 1), 4)))}, None)
     check_refused(AdapterError, lambda: evaluate(small, read_trace(trace)), says=["4"])
@@ -165,7 +166,7 @@ def test_a_rank_that_the_file_has_not_is_refused(trace: Path) -> None:
 
 def test_a_trace_without_routers_is_refused(trace: Path, tmp_path: Path) -> None:
     adapter, path = train([trace]), tmp_path / "n"
-    recorder = Recorder(path, header())
+    recorder = Recorder(NewFile(path), header())
     for record in read_trace(trace):
         if hasattr(record, "hidden"):
             recorder.states(*record)

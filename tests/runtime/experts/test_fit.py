@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from ds4q.runtime.errors import AdapterError, TraceError
-from ds4q.runtime.experts.adapter import Adapter, read_adapter, write_adapter
+from ds4q.runtime.experts.adapter import Adapter, read_adapter
 from ds4q.runtime.experts.evaluation import evaluate
-from ds4q.runtime.experts.fit import Sums, claim_place, sources, train
+from ds4q.runtime.experts.fit import Sums, sources, train
 from ds4q.runtime.experts.trace import read_trace
 from tests.checks import check_refused, same_bits
 from tests.runtime.experts.statetraces import LAYERS, D, E, header, truth, write_states
@@ -49,7 +49,7 @@ def test_the_description_is_that_of_the_fit(trace: Path, tmp_path: Path) -> None
     assert adapter.about is not None
     assert (adapter.about.artifact, adapter.about.tokens) == (header().artifact, 400)
     assert (adapter.about.ridge, len(adapter.about.texts)) == (0.25, 1)
-    write_adapter(tmp_path / "a", adapter)
+    (tmp_path / "a").write_bytes(adapter.encode())
     found = read_adapter(tmp_path / "a")
     for layer, entry in adapter.entries.items():
         for part, wanted in zip(found.entries[layer], entry, strict=True):
@@ -151,17 +151,3 @@ def test_which_layers_predict() -> None:
 def test_a_model_of_hash_layers_only_is_refused(tmp_path: Path) -> None:
     path = write_states(tmp_path / "h", truth(), head=header(hash_layers=LAYERS))
     check_refused(AdapterError, lambda: train([path]), path=path, says=["choose by score"])
-
-
-def test_an_output_that_is_something_else_is_refused(trace: Path, tmp_path: Path) -> None:
-    claim_place(tmp_path / "new", [trace])
-    nowhere = tmp_path / "no" / "a"
-    check_refused(
-        AdapterError, lambda: claim_place(nowhere, [trace]), path=nowhere.parent, says=["folder"]
-    )
-    write_adapter(tmp_path / "a", train([trace]))
-    claim_place(tmp_path / "a", [trace])
-    check_refused(AdapterError, lambda: claim_place(trace, [trace]), path=trace, says=["inputs"])
-    other = tmp_path / "model.hfq"
-    other.write_bytes(b"HFQ")
-    check_refused(AdapterError, lambda: claim_place(other, [trace]), path=other, says=["earlier"])

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from ds4q.artifact.errors import TruncatedError
+from ds4q.runtime.experts.header import Header
 from ds4q.runtime.experts.ledger import Dispatch
+from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.policy import POLICIES, parameters_of
 from ds4q.runtime.experts.reading import Purpose
@@ -20,7 +22,6 @@ from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.experts.trace import (
     BandRecord,
     GoneRecord,
-    Header,
     Outcome,
     Recorder,
     WarmRecord,
@@ -33,6 +34,7 @@ HEADER = Header(
     layers=1,
     hash_layers=0,
     experts=16,
+    owned=(0, 16),
     top_k=3,
     hidden=8,
     slots=3,
@@ -50,7 +52,7 @@ def band(made: Bench, number: int, *ids: int) -> None:
 
 def test_a_trace_tells_what_each_expert_met(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
-    recorder = Recorder(path, HEADER)
+    recorder = Recorder(NewFile(path), HEADER)
     with bench(slots=3, quarantine=2, recorder=recorder) as made:
         made.pager.prefetch(0, [7, 8], Purpose.WARM)
         made.transport.serve_all()
@@ -77,7 +79,7 @@ def test_a_trace_tells_what_each_expert_met(tmp_path: Path) -> None:
 
 def test_a_trace_tells_which_reads_failed(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
-    recorder = Recorder(path, HEADER)
+    recorder = Recorder(NewFile(path), HEADER)
     with bench(slots=3, recorder=recorder) as made:
         caller = made.ask(1, 2, dispatch=Dispatch(0, 0, 0, np.array([[1, 2]])))
         made.transport.serve(1)
@@ -106,7 +108,7 @@ def test_a_replay_meets_what_the_run_met(tmp_path: Path, policy: str) -> None:
         parameters=parameters_of(policy),
         warm_start="a profile",
     )
-    recorder = Recorder(tmp_path / "run.trace", header)
+    recorder = Recorder(NewFile(tmp_path / "run.trace"), header)
     catalogue: Any = Numbered(experts, layers)
     transport = ByThread(Memory(catalogue, slots + quarantine), errors=0.03, delay_s=0.0005)
     pager = Pager(

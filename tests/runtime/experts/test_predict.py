@@ -21,7 +21,6 @@ from ds4q.runtime.experts.adapter import (
     About,
     Adapter,
     Entry,
-    write_adapter,
 )
 from ds4q.runtime.experts.fit import train
 from ds4q.runtime.experts.options import CacheOptions
@@ -273,7 +272,7 @@ def test_guesses_change_no_token_and_displace_nobody(
     tiny_path: Path, tmp_path: Path, plain: Ran, traced: tuple[Path, Ran], kind: str
 ) -> None:
     trace, before = traced
-    write_adapter(tmp_path / "a", train([trace]))
+    (tmp_path / "a").write_bytes(train([trace]).encode())
     made: dict[str, Guess] = {"oracle": Oracle(read_trace(trace).bands()), "wild": Wild()}
     options = CacheOptions(slots=SLOTS, adapter=tmp_path / "a", prefetch_top=4, policy="lru")
     ran = decode(tiny_path, options, TOKENS, made.get(kind))
@@ -301,7 +300,7 @@ def test_guesses_change_no_token_and_displace_nobody(
 def test_an_engine_gives_guesses_up_and_says_so_once(
     tiny_path: Path, tmp_path: Path, plain: Ran
 ) -> None:
-    write_adapter(tmp_path / "a", random_adapter(tiny_path))
+    (tmp_path / "a").write_bytes(random_adapter(tiny_path).encode())
     options = CacheOptions(slots=4, adapter=tmp_path / "a", prefetch_top=1, policy="lru")
     ran = decode(tiny_path, options, TOKENS)
     assert ran.ids == plain.ids

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
+from ds4q.artifact.metadata import canonical
 from ds4q.runtime.errors import ProfileError, TraceError
-from ds4q.runtime.experts.profile import FORMAT, MARK, Profile, read_profile, write_profile
+from ds4q.runtime.experts.profile import FORMAT, MARK, Profile, read_profile
 from ds4q.runtime.experts.trace import read_trace
 from tests.runtime.experts import streams
 
@@ -25,6 +27,12 @@ def made(tmp_path: Path) -> Profile:
     return Profile.of(read_trace(path))
 
 
+def sealed(document: dict[str, Any]) -> bytes:
+    """A file of ``document`` with its digest, spaced unlike ours."""
+    digest = xxhash.xxh3_128(canonical(document)).hexdigest()
+    return json.dumps(document | {"xxh3": digest}, indent=1).encode()
+
+
 def test_experts_stand_in_the_order_of_their_use(made: Profile) -> None:
     ids = streams.skewed(1, LAYERS, 40, EXPERTS, K)
     for layer in range(LAYERS):
@@ -35,7 +43,7 @@ def test_experts_stand_in_the_order_of_their_use(made: Profile) -> None:
 
 
 def test_a_profile_comes_back_as_it_was_written(made: Profile, tmp_path: Path) -> None:
-    write_profile(tmp_path / "p", made)
+    (tmp_path / "p").write_bytes(made.encode())
     found = read_profile(tmp_path / "p", IDENTITY, LAYERS, EXPERTS)
     assert found == made
     assert found.digest == made.digest
@@ -44,16 +52,37 @@ def test_a_profile_comes_back_as_it_was_written(made: Profile, tmp_path: Path) -
 
 
 def test_another_artifacts_profile_is_refused(made: Profile, tmp_path: Path) -> None:
-    write_profile(tmp_path / "p", made)
+    (tmp_path / "p").write_bytes(made.encode())
     other = "f" * 32
     with pytest.raises(ProfileError, match=f"another artifact: expected {other}, found {IDENTITY}"):
         read_profile(tmp_path / "p", other, LAYERS, EXPERTS)
 
 
+def test_what_was_altered_is_noticed(made: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    first, second, *_ = made.experts[0]
+    whole = made.encode()
+    assert whole.count(f"[[{first},{second},".encode()) == 1
+    path.write_bytes(
+        whole.replace(f"[[{first},{second},".encode(), f"[[{second},{first},".encode())
+    )
+    with pytest.raises(ProfileError, match="the profile is damaged: its digest differs"):
+        read_profile(path, IDENTITY, LAYERS, EXPERTS)
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ProfileError):
+            read_profile(path, IDENTITY, LAYERS, EXPERTS)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("a_format", "ds4q.profile.v2", "not a warm-start profile"),
+        (
+            "a_format",
+            "ds4q.profile.v1",
+            "another version: expected ds4q.profile.v2, found ds4q.prof",
+        ),
+        ("a_format", "ds4q.trace", "not a warm-start profile"),
         ("more", 1, "not a warm-start profile"),
         ("experts", [[1]], "one list of numbers a layer"),
         ("experts", [[1], [True]], "one list of numbers a layer"),
@@ -72,9 +101,9 @@ def test_what_is_no_profile_is_refused(key: str, value: Any, says: str, tmp_path
         "uses": [[5], [6]],
     }
     path = tmp_path / "p"
-    path.write_text(json.dumps(document))
+    path.write_bytes(sealed(document))
     assert read_profile(path, IDENTITY, LAYERS, EXPERTS).experts == ((1,), (2,))
-    path.write_text(json.dumps(document | {key: value}))
+    path.write_bytes(sealed(document | {key: value}))
     with pytest.raises(ProfileError, match=says):
         read_profile(path, IDENTITY, LAYERS, EXPERTS)
 
@@ -82,12 +111,12 @@ def test_what_is_no_profile_is_refused(key: str, value: Any, says: str, tmp_path
 def test_an_expert_named_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p"
     document = {"a_format": FORMAT, "artifact": IDENTITY, "experts": [[1, 1]], "uses": [[5, 6]]}
-    path.write_text(json.dumps(document))
+    path.write_bytes(sealed(document))
     with pytest.raises(ProfileError, match="layer 0: an expert twice"):
         read_profile(path, IDENTITY, 1, EXPERTS)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\x00\xff", b"[1]", b'{"a_format":"ds4q.profile.v1"', b"{}"])
+@pytest.mark.parametrize("raw", [b"", b"\x00\xff", b"[1]", b'{"a_format":"ds4q.profile.v2"', b"{}"])
 def test_other_files_are_refused(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(raw)
     with pytest.raises(ProfileError, match="not a warm-start profile"):

@@ -16,6 +16,7 @@ from ds4q.artifact.errors import TruncatedError
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.ledger import Dispatch
+from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.policy import POLICIES
@@ -47,7 +48,7 @@ class Rig:
         catalogue: Any = fakes.Numbered(EXPERTS, LAYERS)
         made = streams.header(policy=policy, slots=SLOTS, warm_start="ab")
         made = type(made)(**{**asdict(made), "expert_bytes": ((fakes.NBYTES,),) * LAYERS})
-        self.recorder = Recorder(path, made)
+        self.recorder = Recorder(NewFile(path), made)
         self.transport = fakes.ByThread(fakes.Memory(catalogue, SLOTS + K), **transport)
         self.pager = Pager(
             catalogue,
@@ -149,7 +150,7 @@ def rewritten(path: Path, change: Any) -> Path:
     """The trace with one record changed by ``change(record) -> record``, the others as they are."""
     trace = read_trace(path)
     target = path.with_name("changed")
-    recorder = Recorder(target, trace.header)
+    recorder = Recorder(NewFile(target), trace.header)
     for record in trace:
         assert isinstance(record, BandRecord)
         r = change(record)
@@ -199,7 +200,7 @@ def test_other_bytes_are_noticed(path: Path) -> None:
 
 
 def test_a_band_of_more_experts_than_slots_is_refused(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "t", streams.header(slots=2))
+    recorder = Recorder(NewFile(tmp_path / "t"), streams.header(slots=2))
     recorder.dispatch(0, 0, "decode", 0, 0, [[1, 2, 3]], [1, 2, 3], [1, 1, 1], nbytes=30)
     recorder.close()
     with pytest.raises(TraceError, match="expected at most 2 experts, found 3"):
@@ -207,7 +208,7 @@ def test_a_band_of_more_experts_than_slots_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_warm_start_beyond_the_slots_is_refused(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "t", streams.header(slots=2))
+    recorder = Recorder(NewFile(tmp_path / "t"), streams.header(slots=2))
     for expert in range(3):
         recorder.warm(0, expert)
     recorder.dispatch(0, 0, "decode", 0, 0, [[0, 1, 2]], [0, 1], [3, 3])
@@ -219,7 +220,7 @@ def test_a_warm_start_beyond_the_slots_is_refused(tmp_path: Path) -> None:
 def test_other_parameters_are_refused(tmp_path: Path) -> None:
     made = streams.header(policy="lfu")
     made.parameters["decay"] = 0.5
-    recorder = Recorder(tmp_path / "t", made)
+    recorder = Recorder(NewFile(tmp_path / "t"), made)
     recorder.dispatch(0, 0, "decode", 0, 0, [[1, 2, 3]], [1, 2, 3], [1, 1, 1])
     recorder.close()
     with pytest.raises(TraceError, match="other parameters of lfu"):
@@ -240,7 +241,7 @@ def test_the_runs_own_policy_and_slots_cost_what_the_run_cost(path: Path) -> Non
 
 
 def test_a_warm_start_is_one_for_other_policies_too(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "t", streams.header(slots=5, warm_start="ab"))
+    recorder = Recorder(NewFile(tmp_path / "t"), streams.header(slots=5, warm_start="ab"))
     for expert in (1, 2, 3, 4):
         recorder.warm(0, expert)
     recorder.dispatch(0, 0, "decode", 0, 0, [[1, 3, 9]], [1, 3, 9], [3, 3, 1], nbytes=10)

@@ -14,6 +14,7 @@ from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.fit import pairs, train
+from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.states import StateRecorder
 from ds4q.runtime.experts.trace import (
@@ -122,7 +123,7 @@ def learned() -> Router:
 def test_an_input_that_float16_cannot_hold_is_refused(tmp_path: Path, value: float) -> None:
     x = np.full((1, 12), value, np.float32)
     ids, logits = np.zeros((1, 3), np.int64), np.zeros((1, 10), np.float32)
-    with closing(Recorder(tmp_path / "t", header())) as recorder:
+    with closing(Recorder(NewFile(tmp_path / "t"), header())) as recorder:
         states = StateRecorder(recorder, [learned()])
         states.begin(0, 0, np.zeros(1, np.int64), "decode")
         check_refused(TraceError, lambda: states.see(0, ids, logits, x), says=["too large", "0"])
@@ -130,7 +131,7 @@ def test_an_input_that_float16_cannot_hold_is_refused(tmp_path: Path, value: flo
 
 def test_hash_layers_alone_have_nothing_to_record(tmp_path: Path) -> None:
     by_token = Router(learned().gate, None, np.zeros((4, 3), np.int32))
-    with closing(Recorder(tmp_path / "t", header(hash_layers=4))) as recorder:
+    with closing(Recorder(NewFile(tmp_path / "t"), header(hash_layers=4))) as recorder:
         states = StateRecorder(recorder, [by_token] * 4)
         states.begin(0, 0, np.zeros(1, np.int64), "decode")
         for layer in range(4):

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.writer import PartialFile, WriteError
 from ds4q.runtime.errors import TraceError
+from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.trace import (
     BandRecord,
     GoneRecord,
@@ -49,7 +52,7 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     made = replace(
         streams.header(), expert_bytes=((7,), tuple(range(1, EXPERTS + 1))), limits={"asked": 5}
     )
-    recorder = Recorder(tmp_path / "t", made)
+    recorder = Recorder(NewFile(tmp_path / "t"), made)
     recorder.warm(1, 15)
     ids = np.array([[3, 1, 2], [2, 3, 9]])
     recorder.dispatch(
@@ -75,7 +78,7 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
 
 
 def test_a_trace_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "t", streams.header())
+    recorder = Recorder(NewFile(tmp_path / "t"), streams.header())
     recorder.warm(0, 1)
     recorder.dispatch(0, 0, "decode", 0, 0, [[1, 2, 3]], [1, 2, 3], [0, 1, 1])
     assert not (tmp_path / "t").exists()
@@ -88,9 +91,39 @@ def test_a_trace_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
 
 def test_a_run_that_dispatched_nothing_leaves_an_earlier_trace_alone(path: Path) -> None:
     before = path.read_bytes()
-    recorder = Recorder(path, streams.header())
+    recorder = Recorder(NewFile(path), streams.header())
     recorder.warm(0, 1)
     recorder.gone(0, 1)
+    recorder.close()
+    assert path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_run_that_failed_leaves_an_earlier_trace_alone(path: Path) -> None:
+    before = path.read_bytes()
+    recorder = Recorder(NewFile(path), streams.header())
+    recorder.dispatch(0, 0, "decode", 0, 0, [[1, 2, 3]], [1, 2, 3], [0, 1, 1])
+    recorder.drop()
+    recorder.close()
+    assert path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
+def test_a_record_that_was_not_written_whole_leaves_an_earlier_trace_alone(
+    path: Path, stop: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = path.read_bytes()
+    recorder = Recorder(NewFile(path), streams.header())
+    recorder.dispatch(0, 0, "decode", 0, 0, [[1, 2, 3]], [1, 2, 3], [0, 1, 1])
+
+    def stopped(self: object, data: bytes, offset: int) -> None:
+        raise stop
+
+    monkeypatch.setattr(PartialFile, "pwrite", stopped)
+    ids = np.random.default_rng(1).integers(1, 4, (300_000, 3))
+    with pytest.raises((stop, WriteError)):
+        recorder.dispatch(1, 0, "prefill", 1, 0, ids, [1], [0])
     recorder.close()
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -100,6 +133,16 @@ def test_the_same_run_writes_the_same_bytes(path: Path, tmp_path: Path) -> None:
     ids = streams.skewed(1, LAYERS, 12, EXPERTS, K)
     again = streams.record(tmp_path / "again", ids, streams.header(), prompt=4)
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_experts_of_another_rank_are_refused(path: Path) -> None:
+    half = replace(streams.header(), owned=(0, 8))
+    streams.record(path, np.array([[[1, 2, 3]], [[4, 7, 6]]]), half)
+    assert read_trace(path).header.held == 8
+    assert len(read(path)) == 2
+    streams.record(path, np.array([[[1, 2, 3]], [[4, 8, 6]]]), half)
+    with pytest.raises(TraceError, match="expert of another rank out of range"):
+        read(path)
 
 
 def test_any_cut_is_noticed_and_told_where(path: Path) -> None:
@@ -123,7 +166,7 @@ def test_bytes_behind_the_end_are_noticed(path: Path) -> None:
 
 def test_any_altered_byte_gives_an_error_or_the_same_records(path: Path) -> None:
     whole, records, rng = path.read_bytes(), read(path), random.Random(4)
-    header = str(read_trace(path).header)
+    header = read_trace(path).header
     for at in rng.sample(range(len(whole)), 200):
         damaged = bytearray(whole)
         damaged[at] ^= 1 << rng.randrange(8)
@@ -132,9 +175,18 @@ def test_any_altered_byte_gives_an_error_or_the_same_records(path: Path) -> None
             found = read(path)
         except TraceError:
             continue
-        # The header has no checksum of its own; its sizes are checked, its words are not.
         assert found == records
-        assert len(str(read_trace(path).header)) == len(header) or at < 600
+        assert read_trace(path).header == header
+
+
+def test_any_altered_byte_of_the_header_is_noticed(path: Path) -> None:
+    whole = path.read_bytes()
+    (length,) = struct.unpack_from("<I", whole, 4)
+    for at in range(8 + length):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(TraceError, match=r"damaged header|another version|cut short") as caught:
+            read_trace(path)
+        assert "__init__" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -174,32 +226,43 @@ def test_other_files_and_versions_are_named(path: Path, tmp_path: Path) -> None:
     other.write_bytes(b"HFQM" + bytes(60))
     with pytest.raises(TraceError, match="not a trace"):
         read_trace(other)
-    other.write_bytes(raw[:18] + b"\x02\x00" + raw[20:])
-    with pytest.raises(TraceError, match="another version: expected 1, found 2"):
-        read_trace(other)
+    for version in (1, 3):  # whatever is behind it
+        other.write_bytes(raw[:18] + bytes([version, 0]) + raw[20:50])
+        with pytest.raises(TraceError, match=f"another version: expected 2, found {version}"):
+            read_trace(other)
     other.write_bytes(raw[:4] + b"\xff\xff\xff\xff" + raw[8:])
-    with pytest.raises(TraceError, match="header out of bounds"):
+    with pytest.raises(TraceError, match="damaged header"):
         read_trace(other)
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "says"),
     [
-        (b'"layers":2', b'"layers":3'),
-        (b'"top_k":3', b'"top_k":0'),
-        (b'"top_k":3', b'"top_j":3'),
-        (b'"slots":5', b'"slots":""'),
-        (b'"expert_bytes":[[10],[10]]', b'"expert_bytes":[[10],[-1]]'),
-        (b'"policy":"lru"', b'"policy":[1,2]'),
+        (b'"layers":2', b'"layers":3', "do not fit"),
+        (b'"top_k":3', b'"top_k":0', "do not fit"),
+        (b'"top_k":3', b'"top_j":3', r"fields of no trace: found \['top_j', 'top_k'\]"),
+        (b'"slots":5', b'"slots":""', "bad slots"),
+        (b'"expert_bytes":[[10],[10]]', b'"expert_bytes":[[10],[-1]]', "do not fit"),
+        (b'"policy":"lru"', b'"policy":[1,2]', "bad policy"),
+        (b'"owned":[0,16]', b'"owned":[0,17]', "do not fit"),
+        (b'"owned":[0,16]', b'"owned":[16,16]', "do not fit"),
+        (b'"owned":[0,16]', b'"owned":[-1,16]', "do not fit"),
+        (b'"owned":[0,16]', b'"owned":[0]', "do not fit"),
+        (b'"owned":[0,16]', b'"owned":["",16]', "do not fit"),
+        (b'{"artifact"', b'["artifact"', "metadata is not JSON"),
     ],
 )
-def test_headers_that_cannot_be_are_refused(path: Path, before: bytes, after: bytes) -> None:
+def test_headers_that_cannot_be_are_refused(
+    path: Path, before: bytes, after: bytes, says: str
+) -> None:
     raw = path.read_bytes()
-    assert before in raw
-    text = raw.replace(before, after)
-    length = struct.unpack_from("<I", raw, 4)[0] + len(text) - len(raw)
-    path.write_bytes(text[:4] + struct.pack("<I", length) + text[8:])
-    with pytest.raises(TraceError, match="header"):
+    (length,) = struct.unpack_from("<I", raw, 4)
+    text, records = raw[8 : 8 + length - 16], raw[8 + length :]
+    assert text.count(before) == 1
+    text = text.replace(before, after)
+    front = raw[:4] + struct.pack("<I", len(text) + 16) + text
+    path.write_bytes(front + xxhash.xxh3_128(front).digest() + records)
+    with pytest.raises(TraceError, match=f"damaged header: .*{says}"):
         read_trace(path)
 
 

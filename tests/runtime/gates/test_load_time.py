@@ -14,7 +14,7 @@ import pytest
 
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check
-from ds4q.runtime.experts.profile import Profile, write_profile
+from ds4q.runtime.experts.profile import Profile
 from ds4q.runtime.gates import LoadTime, load_time, loading
 from ds4q.runtime.gates.load_time import Front
 from ds4q.runtime.gates.loading import I64, Load
@@ -240,7 +240,7 @@ def test_a_small_cache_may_begin_with_as_many_experts_of_its_profile_as_it_has_s
     path = tmp_path / "profile"
     identity = Front.read(loads.path).identity
     ranked = ((3, 9, 8, 7, 5), (), (), ())
-    write_profile(path, Profile(identity, ranked, tuple((1,) * len(ids) for ids in ranked)))
+    path.write_bytes(Profile(identity, ranked, tuple((1,) * len(ids) for ids in ranked)).encode())
     with Reader(loads.path) as reader:
         entries = {
             expert: [reader.tensors[f"layers.0.ffn.experts.{expert}.w{w}.weight"] for w in "123"]

@@ -1,0 +1,105 @@
+"""Owns the unfinished file of a trace, a profile or a predictor. Knows nothing of what is in it.
+
+Until it is whole a file is ``NAME.partial``, locked, and begins with ``UNFINISHED`` in place of its
+own first bytes. So what a killed run left can be told from any other file of that name, and is the
+only thing there that is ever replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ds4q.artifact.writer import PartialFile, WriteError, fsync_folder
+
+UNFINISHED = b"ds4q.unfinished\n"
+
+
+class NewFile:
+    """A file in the making, of this process alone; left as a context unpublished, it is removed.
+
+    Parameters
+    ----------
+    final : where it is published; what stands there meanwhile stays, and is replaced then
+
+    Raises
+    ------
+    LockedError : another process writes the same file
+    WriteError : ``NAME.partial`` is not ours, or nothing can be written there
+    """
+
+    def __init__(self, final: str | os.PathLike[str]) -> None:
+        self.final = Path(final)
+        self._head = b""
+        self._nbytes = 0
+        try:
+            self._partial = PartialFile(self.final, 0)
+        except OSError as error:
+            raise self._error(error) from None
+        try:
+            self._take()
+        except OSError as error:
+            self._partial.discard()
+            raise self._error(error) from None
+
+    def write(self, data: bytes) -> int:
+        """Append all of ``data``, and return its length; after a failure nothing is left."""
+        head = data[: len(UNFINISHED) - len(self._head)]
+        try:
+            self._partial.pwrite(data[len(head) :], self._nbytes + len(head))
+        except OSError as error:
+            self.discard()
+            raise self._error(error) from None
+        self._head += head
+        self._nbytes += len(data)
+        return len(data)
+
+    def publish(self) -> None:
+        """Give the file its name, durably; after a failure nothing is left."""
+        try:
+            self._partial.pwrite(self._head, 0)
+            os.ftruncate(self._partial.fd, self._nbytes)
+            self._partial.sync()
+            os.replace(self._partial.path, self.final)
+            fsync_folder(self.final.parent)
+        except OSError as error:
+            self.discard()
+            raise self._error(error) from None
+        self._partial.close()
+
+    def discard(self) -> None:
+        """Remove what was not published; a second call does nothing."""
+        if self._partial.fd >= 0:
+            self._partial.discard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def _take(self) -> None:
+        """Begin anew in what is empty, or was left by a killed run."""
+        fd = self._partial.fd
+        regular = stat.S_ISREG(os.fstat(fd).st_mode)
+        if not regular or os.pread(fd, len(UNFINISHED), 0) not in (b"", UNFINISHED):
+            self._partial.close()
+            raise WriteError(
+                "a file that ds4q did not leave stands where the unfinished one would",
+                path=self._partial.path,
+                remedy="move it away, or choose another output",
+            )
+        os.ftruncate(fd, 0)
+        self._partial.pwrite(UNFINISHED, 0)
+
+    def _error(self, error: OSError) -> WriteError:
+        return WriteError(
+            f"cannot be written: {error.strerror or error}",
+            path=self.final,
+            remedy="make room there, or choose another output",
+        )
