@@ -39,7 +39,7 @@ def command() -> None:
     multiple=True,
     metavar="S",
     help="Bytes of slots over all layers, repeatable. Default: the run's own, and what 5, 10, 20 "
-    "and 40 % of the experts take that it held.",
+    "and 40 % of the experts that it held take.",
 )
 @click.option(
     "--policy",
