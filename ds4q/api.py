@@ -40,7 +40,7 @@ from ds4q.quantize.recipe import Recipe, find_recipe
 if TYPE_CHECKING:
     from ds4q.runtime.calibrate import Calibration
     from ds4q.runtime.device.decode_check import DeviceDecoding
-    from ds4q.runtime.gates import Gate, Surroundings
+    from ds4q.runtime.gates import Gate, Measurement, Surroundings
 
 Advance = Callable[[int], None]
 Progress = Callable[..., AbstractContextManager[Advance]]
@@ -51,6 +51,7 @@ Where = Literal["cpu", "hip"]
 """What computes: this machine's processor, or the device that HIP finds."""
 
 NO_RECEIPT = "no receipt: digests not checked"
+NOTHING_READ = "no tensor was read and no gate ran: mend this first"
 
 
 @contextmanager
@@ -222,7 +223,8 @@ def verify(
     device : "hip" has the device decode every weight, too, and compares bits with the CPU codecs
     gates : ``Divergence(...)``, ``Fidelity(...)``, ``Neutrality(...)``, ``LoadTime(...)`` of
         ``ds4q.runtime.gates``; they run the model, the last two on ``device``, and only where the
-        structure is sound
+        structure is sound. Where one of them cannot run, that is all that is told: no tensor is
+        read
     tell : called with lines for people, such as how much disk a gate is about to take
 
     A check whose ground is missing (no receipt, no source) is not in the report. What is wrong
@@ -230,6 +232,7 @@ def verify(
     ``OSError`` of the file itself is raised.
     """
     report = Verification({"path": os.fspath(path), "name": Path(path).name})
+    measurements: list[tuple[str, Measurement]] = []
     with report.check("structure") as structure:
         reader = report.reader = Reader(path)
     if not structure.ok:
@@ -244,6 +247,13 @@ def verify(
         check_structure(reader, structure)
         with report.check("inventory") as inventory:
             check_inventory(reader, inventory)
+        if structure.ok and gates:
+            from ds4q.runtime.gates import Surroundings  # the model and its kernels, for this alone
+
+            where = Surroundings(threads, progress, tell, device)
+            measurements = _prepare_gates(report, path, gates, where)
+            if not measurements:
+                return report
         if structure.ok:
             ground = _Ground(
                 source, receipt, imatrix, errors_only, require_receipt, want_sha256, device
@@ -252,28 +262,39 @@ def verify(
             if declares_hash(reader):
                 with report.check("quantization-hash") as check:
                     check_quantization_hash(reader, check)
-    if structure.ok and gates:
-        from ds4q.runtime.gates import Surroundings  # the model and its kernels, for this alone
-
-        _run_gates(report, path, gates, Surroundings(threads, progress, tell, device))
+    for name, measure in measurements:
+        with report.check(name) as check, _lacking(check):
+            measure(check)
     return report
 
 
-def _run_gates(
-    report: Report,
-    path: str | os.PathLike[str],
-    gates: Sequence[Gate],
-    where: Surroundings,
-) -> None:
-    """The checks that run the model; a file that they lack is a failure like any other."""
+def _prepare_gates(
+    report: Report, path: str | os.PathLike[str], gates: Sequence[Gate], where: Surroundings
+) -> list[tuple[str, Measurement]]:
+    """What measures for each gate; none, and failed checks, where one of them cannot run."""
+    found = []
+    prepared = Report(report.artifact)
     for gate in gates:
-        with report.check(gate.name) as check:
-            try:
-                gate.run(check, path, where)
-            except OSError as error:
-                if error.filename is None:
-                    raise
-                check.fail(Failure(f"{error.filename}: {error.strerror}"))
+        with prepared.check(gate.name) as check, _lacking(check):
+            found.append((gate.name, gate.prepare(path, where)))
+    if prepared.ok:
+        return found
+    for check in prepared.checks:
+        if not check.ok:
+            check.notes.append(NOTHING_READ)
+            report.checks.append(check)
+    return []
+
+
+@contextmanager
+def _lacking(check: Check) -> Iterator[None]:
+    """A file that a gate lacks is a failure like any other."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        check.fail(Failure(f"{error.filename}: {error.strerror}"))
 
 
 @dataclass(frozen=True, slots=True)

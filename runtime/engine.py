@@ -135,15 +135,12 @@ class Engine:
                 experts = ResidentExperts(config, source, path=reader.path)
                 laps.lap("pools")
             else:
-                context = checked_context(config, max_context, batch_tokens)
-                if max_context is None:  # caches grow: few sequences reach the model's own limit
-                    context = min(context, UNSIZED_CONTEXT_TOKENS)
                 opened = open_cache(
                     reader,
                     config,
                     source,
                     cache,
-                    state_bytes=kv.state_bytes(config, batch_tokens, context),
+                    state_bytes=expected_state_bytes(config, max_context, batch_tokens),
                     laps=laps,
                 )
                 stack.callback(opened.close)
@@ -275,6 +272,16 @@ def shortened(config: ModelConfig, layers: int | None) -> ModelConfig:
         )
     ratios = config.compress_ratios[:layers]
     return replace(config, num_hidden_layers=layers, compress_ratios=ratios)
+
+
+def expected_state_bytes(
+    config: ModelConfig, max_context: int | None = None, batch_tokens: int = BATCH_TOKENS
+) -> int:
+    """Bytes that a cache of experts leaves to a sequence; refuses as ``checked_context`` does."""
+    context = checked_context(config, max_context, batch_tokens)
+    if max_context is None:  # caches grow: few sequences reach the model's own limit
+        context = min(context, UNSIZED_CONTEXT_TOKENS)
+    return kv.state_bytes(config, batch_tokens, context)
 
 
 def checked_context(config: ModelConfig, max_context: int | None, batch_tokens: int) -> int:

@@ -5,7 +5,7 @@ Refusals come before the first large allocation, and nothing stays open after a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ds4q.artifact.hfq import Reader
 from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.experts.budget import available_bytes
 from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.options import CacheOptions
@@ -142,6 +143,24 @@ def open_cache(
         return ExpertCache(opening, opening.store())
 
 
+def check_cache(
+    reader: Reader,
+    config: ModelConfig,
+    options: CacheOptions,
+    *,
+    state_bytes: int,
+    available: Callable[[], int] = available_bytes,
+) -> Plan | None:
+    """Refuse what ``open_cache`` would, by index and small files alone: nothing stays open.
+
+    The plan is None where ``options`` do not page. ``available`` is as in ``plan_slots``.
+    """
+    with ExitStack() as stack:
+        opening = _Opening(reader, config, ArtifactSource(reader), options, Laps(), stack)
+        opening.refuse(state_bytes, available)
+        return opening.plan
+
+
 class _Opening:
     """A store in the making; ``stack`` undoes it."""
 
@@ -167,7 +186,7 @@ class _Opening:
         self.digests: Digests | None = None
         self.catalogue = Catalogue(config, source, path=reader.path, bind=False)
 
-    def refuse(self, state_bytes: int) -> None:
+    def refuse(self, state_bytes: int, available: Callable[[], int] = available_bytes) -> None:
         """Check what is asked for against the artifact and against memory."""
         options, catalogue, ownership = self.options, self.catalogue, self.setup.ownership
         if options.paged:
@@ -179,6 +198,7 @@ class _Opening:
                 options,
                 owned=len(ownership.owned),
                 needed=dense_bytes + state_bytes + staging_bytes,
+                available=available,
             )
         else:
             self.setup.check_owned(sum(r.nbytes for r in catalogue if ownership.owns(r.key.expert)))

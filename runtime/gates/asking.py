@@ -25,17 +25,22 @@ ANSWER_TOKENS = 64
 MODULE = "ds4q.runtime.gates.asking"
 
 
+def require_tokenizer(tokenizer: Tokenizer | None, path: object) -> Tokenizer:
+    """``tokenizer``, of the artifact ``path``; ``GateError`` where it has none."""
+    if tokenizer is None:
+        raise GateError(
+            "the artifact has no tokenizer to ask questions with",
+            path=path,
+            remedy="quantize again from a folder with tokenizer.json",
+        )
+    return tokenizer
+
+
 class Asker:
     """A loaded model with its chat format; every question is a conversation of its own."""
 
     def __init__(self, engine: Engine, *, path: object = None) -> None:
-        tokenizer = Tokenizer.from_metadata(engine.metadata, path=path)
-        if tokenizer is None:
-            raise GateError(
-                "the artifact has no tokenizer to ask questions with",
-                path=path,
-                remedy="quantize again from a folder with tokenizer.json",
-            )
+        tokenizer = require_tokenizer(Tokenizer.from_metadata(engine.metadata, path=path), path)
         self._engine = engine
         self._tokenizer = tokenizer
         self._stops = stop_ids(engine.metadata, tokenizer)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,14 +31,15 @@ from ds4q.runtime.gates.forced import (
     forced_logits,
     scored_tokens,
 )
-from ds4q.runtime.gates.pair import Advance, Model, Surroundings, read_pair
-from ds4q.runtime.gates.spool import Spool
+from ds4q.runtime.gates.pair import Advance, Measurement, Model, Surroundings, read_pair
+from ds4q.runtime.gates.spool import Spool, check_room
 from ds4q.runtime.text.corpus import WINDOW_TOKENS, bos_id, read_windows
 
 F64 = npt.NDArray[np.float64]
 
 SUMS = ("kl", "top1", "nats", "nats_ref", "nats_diff")
 _CHUNK_LOGITS = 1 << 20  # bounds the float64 copies
+_LOGIT_BYTES = np.dtype(np.float32).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +156,8 @@ class Divergence:
     max_kl: float | None = None
     min_top1: float | None = None
 
-    def run(self, check: Check, path: str | os.PathLike[str], where: Surroundings) -> None:
-        """Compare the artifact ``path`` with the reference; fills ``check``."""
+    def prepare(self, path: str | os.PathLike[str], where: Surroundings) -> Measurement:
+        """What compares the artifact ``path`` with the reference; see ``Gate``."""
         model, reference = read_pair(path, self.against)
         positions = min(m.config.max_position_embeddings for m in (model, reference))
         windows = read_windows(
@@ -166,8 +168,29 @@ class Divergence:
             window_tokens=self.window or min(WINDOW_TOKENS, positions),
             limit_tokens=self.tokens,
         )
+        longest = max(map(len, windows))
+        if longest > positions:
+            raise GateError(
+                "a window is longer than the context",
+                path=model.path,
+                expected=f"at most {positions} tokens",
+                found=longest,
+                remedy="give a smaller --window, or leave it out",
+            )
+        nbytes = scored_tokens(windows) * reference.config.vocab_size * _LOGIT_BYTES
+        check_room(nbytes)
+        return partial(self._run, model, reference, windows, nbytes, where)
+
+    def _run(
+        self,
+        model: Model,
+        reference: Model,
+        windows: Sequence[I64],
+        nbytes: int,
+        where: Surroundings,
+        check: Check,
+    ) -> None:
         count = scored_tokens(windows)
-        nbytes = count * reference.config.vocab_size * np.dtype(np.float32).itemsize
         with Spool(nbytes) as spool:
             where.tell(
                 f"divergence: {count:,} tokens; the reference's logits take {nbytes:,} bytes in "

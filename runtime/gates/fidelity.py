@@ -14,14 +14,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from ds4q.artifact.report import Check, Failure
 from ds4q.runtime.errors import GateError
 from ds4q.runtime.experts.options import CacheOptions
-from ds4q.runtime.gates.asking import Asker, ask_fresh_process
+from ds4q.runtime.gates.asking import Asker, ask_fresh_process, require_tokenizer
 from ds4q.runtime.gates.identifiers import SEED, identifiers
-from ds4q.runtime.gates.pair import Model, Surroundings, read_pair
+from ds4q.runtime.gates.pair import Measurement, Model, Surroundings, read_pair
 
 PROMPT = "Repeat exactly: {}"
 IDENTIFIERS = 20
@@ -53,10 +54,15 @@ class Fidelity:
     min_exact: int | None = None
     seed: int = SEED
 
-    def run(self, check: Check, path: str | os.PathLike[str], where: Surroundings) -> None:
-        """Have the reference choose the identifiers and the artifact copy them; fills ``check``."""
+    def prepare(self, path: str | os.PathLike[str], where: Surroundings) -> Measurement:
+        """What has the reference choose identifiers and the artifact copy them; see ``Gate``."""
         model, reference = read_pair(path, self.against)
         _require_lossless_twin(model, reference)
+        for each in (reference, model):
+            require_tokenizer(each.tokenizer, each.path)
+        return partial(self._run, model, reference, where)
+
+    def _run(self, model: Model, reference: Model, where: Surroundings, check: Check) -> None:
         chosen, drawn = _choose(reference, self.seed, where)
         found = {
             "fresh-process": _fresh_process(model, chosen, where),

@@ -15,9 +15,10 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ from ds4q.runtime.experts.trace import artifact_identity
 from ds4q.runtime.gates import loading
 from ds4q.runtime.gates.loading import I64, Load
 from ds4q.runtime.gates.pagecache import drop
-from ds4q.runtime.gates.pair import Model, Surroundings
+from ds4q.runtime.gates.pair import Measurement, Model, Surroundings
 from ds4q.runtime.source import Tensors
 
 RUNS = 7
@@ -164,13 +165,31 @@ class LoadTime:
     timeout_s: float = TIMEOUT_S
     runs: int = RUNS
 
-    def run(self, check: Check, path: str | os.PathLike[str], where: Surroundings) -> None:
-        """Load the artifact ``path`` again and again; fills ``check``."""
+    def prepare(self, path: str | os.PathLike[str], where: Surroundings) -> Measurement:
+        """What loads the artifact ``path`` again and again; see ``Gate``."""
         model = Model.read(path)
         front = Front.read(path)
         warm = self._warm(model, front)
-        limits = None if self.baseline is None else _baseline(self.baseline)
-        arms = self._arms(model)
+        limits = None
+        if self.baseline is not None:
+            limits = _baseline(self.baseline)
+            self._check_same(limits, {"artifact": front.identity, "device": where.device})
+        caches = self._caches(model)
+        model.check_cache(loading.options_of(caches["paged"]), where)
+        model.check_cache(loading.options_of(caches["all"]), where, holds_all=True)
+        return partial(self._run, model, front, warm, limits, caches, where)
+
+    def _run(
+        self,
+        model: Model,
+        front: Front,
+        warm: Sequence[Sequence[int]],
+        limits: dict[str, Any] | None,
+        caches: Mapping[str, dict[str, Any]],
+        where: Surroundings,
+        check: Check,
+    ) -> None:
+        arms = [Arm(name, caches.get(name)) for name in ("off", "all", "paged")]
         cold = self._measure(arms, model.path, where)
         off = arms[0].figures()
         told = {arm.name: arm.figures() for arm in arms}
@@ -186,14 +205,16 @@ class LoadTime:
         self._judge_seconds(check, arms, cold)
         state = {"artifact": front.identity, "device": where.device, "cold": cold}
         if limits is not None:
-            self._judge_baseline(check, limits, state, told)
+            self._check_same(limits, {"cold": cold})
+            self._judge_baseline(check, limits, told)
         elif self.max_ratio is not None:
             for arm in arms:
                 _at_most(check, f"{arm.name}: load over plain read", self.max_ratio, arm.ratio)
         if self.write_baseline is not None:
             _write(Path(self.write_baseline), check, state, told)
 
-    def _arms(self, model: Model) -> list[Arm]:
+    def _caches(self, model: Model) -> dict[str, dict[str, Any]]:
+        """Options of the cache of each arm that has one."""
         config = model.config
         with Reader(model.path) as reader:
             catalogue = Catalogue(config, Tensors(reader), path=model.path)
@@ -203,7 +224,7 @@ class LoadTime:
             small = {"budget": self.cache}
         if self.profile is not None:
             small["profile"] = os.fspath(self.profile)
-        return [Arm("off", None), Arm("all", everything), Arm("paged", small)]
+        return {"all": everything, "paged": small}
 
     def _warm(self, model: Model, front: Front) -> Sequence[Sequence[int]]:
         """Experts by layer that a small cache may begin with, the most used first."""
@@ -253,9 +274,8 @@ class LoadTime:
         if _judged(check, paged, "to a plain read", cold):
             _at_most(check, "paged: load over plain read", PAGED_RATIO, paged.ratio)
 
-    def _judge_baseline(
-        self, check: Check, limits: dict[str, Any], state: dict[str, Any], told: dict[str, Any]
-    ) -> None:
+    def _check_same(self, limits: dict[str, Any], state: dict[str, Any]) -> None:
+        """Refuse a baseline that was measured in another state."""
         for key, value in state.items():
             if limits.get(key) != value:
                 raise GateError(
@@ -265,6 +285,8 @@ class LoadTime:
                     found=limits.get(key),
                     remedy="write one for this artifact with --write-baseline",
                 )
+
+    def _judge_baseline(self, check: Check, limits: dict[str, Any], told: dict[str, Any]) -> None:
         largest = MAX_RATIO if self.max_ratio is None else self.max_ratio
         for name, before in limits["arms"].items():
             now = told[name]
@@ -388,7 +410,7 @@ def _baseline(path: str | os.PathLike[str]) -> dict[str, Any]:
         }
         if found["format"] == FORMAT and set(arms) == {"off", "all", "paged"}:
             return {**found, "arms": arms}
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
     raise GateError(
         "not a baseline of load times", path=path, remedy="write one with --write-baseline FILE"

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ import numpy.typing as npt
 from ds4q.artifact.errors import Ds4qError
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import GateError
+
+if TYPE_CHECKING:
+    from ds4q.runtime.experts.options import CacheOptions
 
 I64 = npt.NDArray[np.int64]
 TOKEN = 0  # that is asked for the first answer
@@ -52,7 +55,7 @@ class Load(NamedTuple):
 class Reads:
     """Counts what this process reads of one file, whichever handle it reads it by."""
 
-    _CALLS = ("pread", "preadv", "read", "readv")
+    CALLS = ("pread", "preadv", "read", "readv")
 
     def __init__(self, path: str) -> None:
         status = os.stat(path)
@@ -62,7 +65,7 @@ class Reads:
 
     def watch(self) -> None:
         """Stand in for the calls of ``os`` from now on."""
-        for name in self._CALLS:
+        for name in self.CALLS:
             setattr(os, name, self._counted(name, getattr(os, name)))
 
     def take(self) -> list[tuple[int, int, int]]:
@@ -142,6 +145,14 @@ def measure(
     return Load(seconds, cpu_s, first_token_s, reads, later, found["paged"])
 
 
+def options_of(cache: Mapping[str, Any]) -> CacheOptions:
+    """``CacheOptions`` of JSON."""
+    from ds4q.runtime.experts.options import CacheOptions  # an older version has none
+
+    profile = {"profile": Path(cache["profile"])} if "profile" in cache else {}
+    return CacheOptions(**dict(cache) | profile)
+
+
 def main() -> None:
     """Do what stdin asks for."""
     asked = json.load(sys.stdin)
@@ -154,12 +165,7 @@ def main() -> None:
     else:
         options["threads"] = asked["threads"]
     if asked["cache"] is not None:
-        from ds4q.runtime.experts.options import CacheOptions
-
-        cache = asked["cache"]
-        if "profile" in cache:
-            cache["profile"] = Path(cache["profile"])
-        options["cache"] = CacheOptions(**cache)
+        options["cache"] = options_of(asked["cache"])
     reads = Reads(path)
     reads.watch()
     try:

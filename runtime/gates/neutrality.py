@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -24,8 +25,8 @@ from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.gates import prompts as texts
 from ds4q.runtime.gates.forced import F32, Call
-from ds4q.runtime.gates.pair import Model, Surroundings
-from ds4q.runtime.gates.spool import Spool
+from ds4q.runtime.gates.pair import Measurement, Model, Surroundings
+from ds4q.runtime.gates.spool import Spool, check_room
 from ds4q.runtime.sampling import Sampler
 
 TOKENS = 192
@@ -110,15 +111,33 @@ class Neutrality:
     policies: Sequence[str] = ()
     adapter: str | os.PathLike[str] | None = None
 
-    def run(self, check: Check, path: str | os.PathLike[str], where: Surroundings) -> None:
-        """Run the artifact ``path`` in every arm; fills ``check``."""
+    def prepare(self, path: str | os.PathLike[str], where: Surroundings) -> Measurement:
+        """What runs the artifact ``path`` in every arm; see ``Gate``."""
         model = Model.read(path)
         config = model.config
         layers = min(FAST_LAYERS, config.num_hidden_layers) if self.fast else None
         prompts = self._prompts(model)
+        small = self._small(config)
+        if self.adapter is not None:  # of all arms that evict this one needs most
+            small = replace(small, adapter=Path(self.adapter))
+        model.check_cache(small, where, layers=layers)
         steps = [self._steps(config, prompt) for prompt in prompts]
         rows = sum(len(prompt) for prompt in prompts) + sum(steps) - len(steps)
         nbytes = rows * config.vocab_size * np.dtype(np.float32).itemsize
+        check_room(nbytes)
+        return partial(self._run, model, layers, prompts, nbytes, where)
+
+    def _run(
+        self,
+        model: Model,
+        layers: int | None,
+        prompts: Sequence[Sequence[int]],
+        nbytes: int,
+        where: Surroundings,
+        check: Check,
+    ) -> None:
+        config = model.config
+        steps = [self._steps(config, prompt) for prompt in prompts]
         check.figures |= {
             "prompts": len(prompts),
             "prompt_tokens": [len(prompt) for prompt in prompts],
@@ -175,11 +194,16 @@ class Neutrality:
         """New tokens that ``prompt`` is continued by."""
         return min(self.tokens, config.max_position_embeddings - len(prompt))
 
+    def _small(self, config: ModelConfig) -> CacheOptions:
+        """The cache that has to evict."""
+        if self.cache is not None:
+            return CacheOptions(budget=self.cache)
+        return CacheOptions(slots=config.num_experts_per_tok)
+
     def _arms(self, config: ModelConfig, touched: int) -> Iterator[Arm]:
         """A cache of as many slots as a layer needs for the prompts, and caches that evict."""
-        top_k = config.num_experts_per_tok
-        fits = CacheOptions(slots=max(touched, top_k))
-        small = CacheOptions(budget=self.cache) if self.cache else CacheOptions(slots=top_k)
+        fits = CacheOptions(slots=max(touched, config.num_experts_per_tok))
+        small = self._small(config)
         yield Arm("fits", fits, evicts=False)
         for policy in self.policies or (None,):
             name = "thrashes" if policy is None else f"thrashes ({policy})"

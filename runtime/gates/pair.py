@@ -15,8 +15,16 @@ from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check
 from ds4q.runtime.config import ModelConfig
-from ds4q.runtime.engine import BATCH_TOKENS, Engine, checked_config
-from ds4q.runtime.errors import GateError
+from ds4q.runtime.engine import (
+    BATCH_TOKENS,
+    Engine,
+    checked_config,
+    expected_state_bytes,
+    shortened,
+)
+from ds4q.runtime.errors import CacheError, GateError
+from ds4q.runtime.experts.budget import available_bytes
+from ds4q.runtime.experts.cache import check_cache
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.source import Progress
 from ds4q.runtime.text.tokenizer import Tokenizer
@@ -50,6 +58,10 @@ class Surroundings:
     device: Literal["cpu", "hip"] = "cpu"
 
 
+Measurement = Callable[[Check], None]
+"""Runs the model; figures and failures go to the check."""
+
+
 class Gate(Protocol):
     """A measurement that an artifact has to pass."""
 
@@ -57,8 +69,11 @@ class Gate(Protocol):
     def name(self) -> str:
         """As in ``--gate NAME`` and in the report."""
 
-    def run(self, check: Check, path: str | os.PathLike[str], where: Surroundings) -> None:
-        """Measure the artifact ``path``; figures and failures go to ``check``."""
+    def prepare(self, path: str | os.PathLike[str], where: Surroundings) -> Measurement:
+        """What measures the artifact ``path``.
+
+        ``RunError`` and ``OSError`` for what can be told without reading a large tensor.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +141,51 @@ class Model:
                     engine = Engine.load(self.path, threads=where.threads, **options)
                 stack.enter_context(engine)
             yield engine
+
+    def check_cache(
+        self,
+        cache: CacheOptions,
+        where: Surroundings,
+        *,
+        layers: int | None = None,
+        holds_all: bool = False,
+    ) -> None:
+        """Refuse a cache that the model could not run with, or that pages nothing.
+
+        ``holds_all``: it is not to page, and its size is not ``--cache``. How much memory a device
+        has is not asked here.
+        """
+        remedy = "give --cache a size that fits, or leave it out for the smallest"
+        if holds_all:
+            remedy = "free memory: this gate also loads with a cache that holds all experts"
+
+        def unknown() -> int:
+            raise CacheError("the device has not been asked")
+
+        config = shortened(self.config, layers)
+        try:
+            with Reader(self.path) as reader:
+                plan = check_cache(
+                    reader,
+                    config,
+                    cache,
+                    state_bytes=expected_state_bytes(config),
+                    available=available_bytes if where.device == "cpu" else unknown,
+                )
+        except CacheError as error:
+            raise GateError(
+                error.what,
+                path=error.path,
+                expected=error.expected,
+                found=error.found,
+                remedy=remedy,
+            ) from None
+        if plan is not None and plan.resident and not holds_all:
+            raise GateError(
+                f"not exercised: the cache holds all {plan.slots} experts of every layer",
+                path=self.path,
+                remedy="give a smaller --cache, or leave it out for the smallest",
+            )
 
     @contextmanager
     def _loading(self, where: Surroundings) -> Iterator[Progress]:

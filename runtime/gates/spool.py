@@ -21,6 +21,15 @@ from ds4q.runtime.gates.forced import F32, Call
 _NO_LOGITS: F32 = np.empty((0, 0), np.float32)
 
 
+def check_room(nbytes: int) -> str:
+    """The folder for temporary files; ``SpoolError`` where it has no room for so many bytes."""
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise SpoolError(path=folder, expected=f"{nbytes:,} bytes free", found=f"{free:,} bytes")
+    return folder
+
+
 class Spool:
     """A context manager; the file is gone with it, also after a crash.
 
@@ -34,12 +43,7 @@ class Spool:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.folder = tempfile.gettempdir()
-        free = shutil.disk_usage(self.folder).free
-        if free < nbytes:
-            raise SpoolError(
-                path=self.folder, expected=f"{nbytes:,} bytes free", found=f"{free:,} bytes"
-            )
+        self.folder = check_room(nbytes)
         # Unbuffered: nothing is left to be written when a full disk has ended the comparison.
         self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
         self._calls: list[tuple[Call, tuple[int, ...]]] = []  # without logits; their shape

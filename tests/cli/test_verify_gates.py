@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,8 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ds4q import api
+from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.cli import gates, main
-from ds4q.runtime.gates import Divergence, divergence, fidelity
+from ds4q.runtime.gates import Divergence, divergence, fidelity, load_time, loading
 from ds4q.runtime.gates.forced import I64, Call, Engine
 from tests.quantize import models
 from tests.quantize.builders import TINY
@@ -119,9 +121,6 @@ def test_neutrality_is_a_check_of_the_report(random_artifact: Path, tmp_path: Pa
     assert (figures["equal"], figures["of"], figures["layers"]) == (18, 18, 3)
     assert list(figures["arms"]) == ["fits", "thrashes (lru)", "thrashes (lfu)"]
     assert figures["notes"] == ["fast: only layers 0 to 2 ran"]
-    result = verify(*words, "--cache", "1GB")
-    assert result.exit_code == 1
-    assert "neutrality: not exercised: thrashes paged nothing" in result.stderr
 
 
 def test_load_time_is_a_check_of_the_report(random_artifact: Path, tmp_path: Path) -> None:
@@ -206,6 +205,107 @@ def test_gates_do_not_run_on_an_unsound_structure(tiny_artifact: Path, tmp_path:
     report = api.verify(path, gates=[gate])
     assert [check.name for check in report.checks] == ["structure", "inventory"]
     assert not report.ok
+
+
+# ---------------------------------------------------------------- told before anything is read
+
+
+@pytest.fixture(scope="module")
+def of_another(random_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of files that were made of ds4-random, and of files that are broken."""
+    folder = tmp_path_factory.mktemp("another")
+    trace = folder / "trace"
+    ran = ["--prompt-ids", "1,2,3,4,5", "--max-tokens", "3", "--trace-states", "--trace", trace]
+    for words in (
+        ["run", random_artifact, "--expert-cache", "3MB", *ran],
+        ["adapter", "train", trace, "-o", folder / "adapter"],
+        ["cache", "profile", trace, "-o", folder / "profile"],
+    ):
+        made = CliRunner().invoke(main, list(map(str, words)))
+        assert made.exit_code == 0, made.output
+    kept = {name: {"ratio": 1, "reads": 1, "bytes": 1} for name in ("off", "all", "paged")}
+    baseline = {"format": load_time.FORMAT, "artifact": "another", "device": "cpu", "cold": True}
+    (folder / "baseline").write_text(json.dumps(baseline | {"arms": kept}))
+    (folder / "broken").write_text('{"text": "fine"}\n{"text"')
+    return folder
+
+
+GONE = "No such file or directory"
+REFUSED = [
+    ("neutrality", "--prefetch gone", GONE),
+    ("neutrality", "--prefetch broken", "not an expert predictor"),
+    ("neutrality", "--prefetch adapter", "expert predictor of another "),
+    ("neutrality", "--prompts gone", GONE),
+    ("neutrality", "--prompts broken", "broken, line 2: not JSON"),
+    ("neutrality", "--cache 1", "leave it out for the smallest: expected at least 1,8"),
+    ("neutrality", "--cache 100TB", "leave it out for the smallest: expected at most "),
+    ("neutrality", "--cache 1GB", "not exercised: the cache holds all 16 experts of every layer"),
+    ("neutrality", "--fast --cache 7MB", "not exercised: the cache holds all 16 experts"),
+    ("load-time", "--cache 1", "leave it out for the smallest: expected at least 1,8"),
+    ("load-time", "--cache 100TB", "leave it out for the smallest: expected at most "),
+    ("load-time", "--cache 1GB", "not exercised: the cache holds all 16 experts of every layer"),
+    ("load-time", "--baseline gone", GONE),
+    ("load-time", "--baseline broken", "not a baseline of load times"),
+    ("load-time", "--baseline baseline", "the baseline is of another artifact"),
+    ("load-time", "--cache-profile broken", "not a warm-start profile"),
+    ("load-time", "--cache-profile profile", "profile of another artifact"),
+    ("divergence", "--text gone", GONE),
+    ("fidelity", "", "the reference is not lossless"),
+]
+
+
+@pytest.mark.parametrize(("gate", "options", "says"), REFUSED)
+def test_what_cannot_run_is_told_before_a_tensor_is_read(
+    gate: str,
+    options: str,
+    says: str,
+    tiny_artifact: Path,
+    rounded: Path,
+    of_another: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(of_another)
+    seen = watched(tiny_artifact, monkeypatch)
+    words: list[object] = ["--gate", gate, *options.split()]
+    if gate in ("divergence", "fidelity"):
+        words += ["--against", rounded if gate == "fidelity" else tiny_artifact]
+    result = verify(tiny_artifact, *words)
+    assert result.exit_code == 1, result.output
+    table = [line.split()[0] for line in result.stdout.splitlines()]
+    assert table == ["check", "structure", "inventory", gate, f"{gate}:", f"{tiny_artifact}"]
+    (line,) = result.stderr.splitlines()
+    assert says in line
+    assert "--expert-cache" not in line
+    assert ("--cache" in line) == ("--cache " in options)
+    assert f"{gate}: {api.NOTHING_READ}" in result.stdout
+    assert seen() == 0
+
+
+def test_one_gate_that_cannot_run_holds_up_the_others(
+    tiny_artifact: Path, of_another: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watched(tiny_artifact, monkeypatch)
+    words = ["--gate", "neutrality", "--gate", "load-time", "--baseline", of_another / "broken"]
+    result = verify(tiny_artifact, *words, "--json")
+    assert list(checks_of(result)) == ["structure", "inventory", "load-time"]
+    assert seen() == 0
+    assert verify(tiny_artifact).exit_code == 0
+    assert seen() >= sum(entry.nbytes for entry in entries_of(tiny_artifact)), "it is watched"
+
+
+def entries_of(path: Path) -> list[TensorEntry]:
+    with Reader(path) as reader:
+        return list(reader.tensors.values())
+
+
+def watched(path: Path, patch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Bytes of tensors of ``path`` that this process has read from now on."""
+    first = min(entry.offset for entry in entries_of(path))
+    for name in loading.Reads.CALLS:
+        patch.setattr(os, name, getattr(os, name))  # so that it is put back
+    reads = loading.Reads(str(path))
+    reads.watch()
+    return lambda: sum(max(0, at + n - max(at, first)) for at, n, _ in reads.take())
 
 
 # ---------------------------------------------------------------- usage

@@ -51,7 +51,7 @@ def measure() -> Measure:
     def run(gate: Gate, path: Path, **where: Any) -> Check:
         report = Report({"path": str(path)})
         with report.check(gate.name) as check:
-            gate.run(check, path, Surroundings(**{"threads": 2} | where))
+            gate.prepare(path, Surroundings(**{"threads": 2} | where))(check)
         return check
 
     return run

@@ -295,6 +295,16 @@ def test_pairs_that_cannot_be_compared_fail_before_any_work(
         assert says in failure.message
 
 
+def test_a_window_beyond_the_context_is_refused_before_any_work(
+    lossless: Path, made: Made, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.Engine, "load", lambda *_, **options: pytest.fail("loaded"))
+    short = made(config={"max_position_embeddings": 64})
+    (failure,) = measure(Divergence(lossless, [SCORED], window=65), short).failures
+    assert "a window is longer than the context; give a smaller --window" in failure.message
+    assert (failure.expected, failure.found) == ("at most 64 tokens", "65")
+
+
 def test_how_the_tokenizer_is_laid_out_makes_no_difference(
     lossless: Path, made: Made, measure: Measure
 ) -> None:

@@ -47,7 +47,7 @@ def test_every_way_to_read_is_counted_and_other_files_are_not(tmp_path: Path) ->
     path, other = tmp_path / "a", tmp_path / "b"
     path.write_bytes(bytes(10_000))
     other.write_bytes(bytes(10))
-    names = {name: getattr(os, name) for name in loading.Reads._CALLS}
+    names = {name: getattr(os, name) for name in loading.Reads.CALLS}
     reads = loading.Reads(os.fspath(path))
     try:
         reads.watch()

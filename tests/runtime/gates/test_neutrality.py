@@ -6,16 +6,27 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ds4q.runtime.errors import ExpertReadError
+from ds4q.artifact.hfq import Reader
+from ds4q.runtime.errors import ExpertReadError, GateError
+from ds4q.runtime.experts.adapter import (
+    NORMALISATION,
+    STATE,
+    TARGET,
+    About,
+    Adapter,
+    Entry,
+)
 from ds4q.runtime.experts.options import CacheOptions
-from ds4q.runtime.gates import Neutrality
+from ds4q.runtime.experts.trace import artifact_identity
+from ds4q.runtime.gates import Neutrality, pair
 from ds4q.runtime.gates.pair import Model, Surroundings
+from tests.checks import check_refused
 from tests.runtime.gates.tiny import Measure
 
 VOCAB, LAYERS, EXPERTS = 512, 4, 16
@@ -105,6 +116,15 @@ class Bench:
         return self.measure(gate, self.path, **where)
 
 
+def predictor(path: Path, artifact: Path) -> Path:
+    """Of the first layer of ``artifact``: it expects the same experts of every token."""
+    a, b = np.zeros((1, 256), np.float32), np.zeros((EXPERTS, 1), np.float32)
+    with Reader(artifact) as reader:
+        about = About(artifact_identity(reader), STATE, TARGET, NORMALISATION, 1.0, 0, ())
+    path.write_bytes(Adapter({0: Entry(a, b, np.zeros(EXPERTS, np.float32))}, about).encode())
+    return path
+
+
 @pytest.fixture
 def bench(lossless: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(measure, lossless, monkeypatch)
@@ -142,16 +162,17 @@ def test_three_arms_continue_each_prompt_by_their_own_tokens(bench: Bench) -> No
 
 
 def test_policies_prefetch_size_and_layers_reach_the_arms(bench: Bench, tmp_path: Path) -> None:
-    adapter = tmp_path / "a"
-    gate = Neutrality(tokens=1, cache=77, fast=True, policies=("lru", "slru"), adapter=adapter)
+    adapter = predictor(tmp_path / "a", bench.path)
+    size = 3_000_000
+    gate = Neutrality(tokens=1, cache=size, fast=True, policies=("lru", "slru"), adapter=adapter)
     check = bench.run(gate)
     assert [engine.cache for engine in bench.engines] == [
         None,
         CacheOptions(slots=9),
-        CacheOptions(budget=77, policy="lru"),
-        CacheOptions(budget=77, policy="slru"),
+        CacheOptions(budget=size, policy="lru"),
+        CacheOptions(budget=size, policy="slru"),
         CacheOptions(slots=9, adapter=adapter),
-        CacheOptions(budget=77, adapter=adapter),
+        CacheOptions(budget=size, adapter=adapter),
     ]
     assert list(check.figures["arms"]) == [
         *("fits", "thrashes (lru)", "thrashes (slru)", "fits, prefetch", "thrashes, prefetch")
@@ -176,6 +197,20 @@ def test_prompts_of_a_file_take_the_place_of_the_built_in_ones(
     check = bench.run(Neutrality(prompts=path, tokens=2))
     assert check.figures["prompt_tokens"] == [3, 1]
     assert [ids for ids in bench.engines[2].fed if len(ids) > 1] == [[3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("device", "says"), [("cpu", "larger than memory: expected at most 0 bytes"), ("hip", None)]
+)
+def test_memory_is_asked_of_the_host_that_the_experts_would_be_in(
+    device: Literal["cpu", "hip"], says: str | None, lossless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "available_bytes", lambda: 0)
+    gate, where = Neutrality(cache=3_000_000), Surroundings(device=device)
+    if says is None:
+        gate.prepare(lossless, where)
+    else:
+        check_refused(GateError, lambda: gate.prepare(lossless, where), says=[says, "--cache"])
 
 
 # ---------------------------------------------------------------- differences
@@ -261,7 +296,8 @@ def test_a_cache_that_evicts_where_it_should_hold_everything_is_red(bench: Bench
 
 def test_a_prefetch_that_reads_nothing_is_red(bench: Bench, tmp_path: Path) -> None:
     bench.ahead = 0
-    (failure,) = bench.run(Neutrality(tokens=1, adapter=tmp_path / "a")).failures
+    gate = Neutrality(tokens=1, adapter=predictor(tmp_path / "a", bench.path))
+    (failure,) = bench.run(gate).failures
     assert failure.message == "not exercised: thrashes, prefetch read nothing ahead"
 
 
