@@ -61,6 +61,7 @@ class ExpertCache:
     Raises
     ------
     CacheError, AdapterError, ProfileError : what is asked for cannot be
+    WriteError : the trace cannot be written, or another process writes it
     """
 
     def __init__(

@@ -136,6 +136,7 @@ def open_cache(
     Raises
     ------
     CacheError, AdapterError, ProfileError, ReceiptError : what is asked for cannot be
+    WriteError : the trace cannot be written, or another process writes it
     """
     with ExitStack() as stack:
         opening = _Opening(reader, config, source, options, laps, stack)

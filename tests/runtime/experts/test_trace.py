@@ -120,10 +120,13 @@ def test_a_record_that_was_not_written_whole_leaves_an_earlier_trace_alone(
     def stopped(self: object, data: bytes, offset: int) -> None:
         raise stop
 
-    monkeypatch.setattr(PartialFile, "pwrite", stopped)
     ids = np.random.default_rng(1).integers(1, 4, (300_000, 3))
-    with pytest.raises((stop, WriteError)):
-        recorder.dispatch(1, 0, "prefill", 1, 0, ids, [1], [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialFile, "pwrite", stopped)
+        with pytest.raises((stop, WriteError)):
+            recorder.dispatch(1, 0, "prefill", 1, 0, ids, [1], [0])
+    with pytest.raises(TraceError):
+        recorder.warm(0, 1)
     recorder.close()
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]
