@@ -116,8 +116,10 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def _parse(path: str | os.PathLike[str]) -> dict[str, Any]:
-    # O_NONBLOCK: a named pipe must not hang the open.
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+    def at_once(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK)  # a named pipe must not hang the open
+
+    with open(path, "rb", opener=at_once) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PROFILE_BYTES:
             raise ProfileError("not a warm-start profile", path=path)

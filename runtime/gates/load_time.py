@@ -35,6 +35,7 @@ from ds4q.runtime.gates import loading
 from ds4q.runtime.gates.loading import I64, Load
 from ds4q.runtime.gates.pagecache import drop
 from ds4q.runtime.gates.pair import Measurement, Model, Surroundings
+from ds4q.runtime.gates.prompts import read_small
 from ds4q.runtime.source import Tensors
 
 RUNS = 7
@@ -49,6 +50,7 @@ PIECE_BYTES = 16 << 20
 PAGE_BYTES = 4096
 Mask = npt.NDArray[np.bool_]
 FORMAT = "ds4q load-time baseline 1"
+MAX_BASELINE_BYTES = 1 << 20
 
 _EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.w[123]\.weight")
 
@@ -399,7 +401,7 @@ def _merged(reads: I64) -> list[tuple[int, int]]:
 def _baseline(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What ``write_baseline`` wrote."""
     try:
-        found = json.loads(Path(path).read_bytes())
+        found = json.loads(read_small(path, MAX_BASELINE_BYTES))
         arms = {
             str(name): {
                 "ratio": float(a["ratio"]),
@@ -410,7 +412,7 @@ def _baseline(path: str | os.PathLike[str]) -> dict[str, Any]:
         }
         if found["format"] == FORMAT and set(arms) == {"off", "all", "paged"}:
             return {**found, "arms": arms}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         pass
     raise GateError(
         "not a baseline of load times", path=path, remedy="write one with --write-baseline FILE"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from ds4q.runtime.text.tokenizer import Tokenizer
 
 SEED = 20260805
 LONGEST = 300
+MAX_BYTES = 64 << 20
 
 TEXT = """\
 The lighthouse keeper wrote one line a day for thirty-one years. Most lines tell of wind, of ships
@@ -75,11 +75,12 @@ def read(
 
     Raises
     ------
-    CorpusError, TokenError : no prompts, a line that is none, or one beyond vocabulary or context
+    CorpusError, TokenError : no prompts, a line that is none, or one beyond vocabulary or context;
+        a file of more than ``MAX_BYTES``
     OSError : the file cannot be read
     """
     prompts = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_small(path, MAX_BYTES).splitlines(), start=1):
         if not line.strip():
             continue
         place = f"{path}, line {number}"
@@ -99,6 +100,15 @@ def read(
     if not prompts:
         raise CorpusError("no prompts", path=path, remedy='write lines like {"text": "Hello"}')
     return prompts
+
+
+def read_small(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """A file that a user named; ``CorpusError`` if it is longer, as an artifact would be."""
+    with open(path, "rb") as file:
+        raw = file.read(most_bytes + 1)
+    if len(raw) > most_bytes:
+        raise CorpusError("file is too long", path=path, expected=f"at most {most_bytes:,} bytes")
+    return raw
 
 
 def _ids(line: bytes, tokenizer: Tokenizer | None, place: str) -> list[int]:

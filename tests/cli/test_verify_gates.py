@@ -223,10 +223,15 @@ def of_another(random_artifact: Path, tmp_path_factory: pytest.TempPathFactory) 
     ):
         made = CliRunner().invoke(main, list(map(str, words)))
         assert made.exit_code == 0, made.output
-    kept = {name: {"ratio": 1, "reads": 1, "bytes": 1} for name in ("off", "all", "paged")}
+    kept = {name: {"ratio": 1.0, "reads": 1.0, "bytes": 1.0} for name in ("off", "all", "paged")}
     baseline = {"format": load_time.FORMAT, "artifact": "another", "device": "cpu", "cold": True}
     (folder / "baseline").write_text(json.dumps(baseline | {"arms": kept}))
+    (folder / "folder").mkdir()
     (folder / "broken").write_text('{"text": "fine"}\n{"text"')
+    kept["off"]["reads"] = float("inf")
+    (folder / "infinite").write_text(json.dumps(baseline | {"arms": kept}))
+    with (folder / "large").open("wb") as file:
+        file.truncate(1 << 40)  # sparse
     return folder
 
 
@@ -237,6 +242,7 @@ REFUSED = [
     ("neutrality", "--prefetch adapter", "expert predictor of another "),
     ("neutrality", "--prompts gone", GONE),
     ("neutrality", "--prompts broken", "broken, line 2: not JSON"),
+    ("neutrality", "--prompts large", "large: file is too long: expected at most 67,108,864 bytes"),
     ("neutrality", "--cache 1", "leave it out for the smallest: expected at least 1,8"),
     ("neutrality", "--cache 100TB", "leave it out for the smallest: expected at most "),
     ("neutrality", "--cache 1GB", "not exercised: the cache holds all 16 experts of every layer"),
@@ -246,7 +252,10 @@ REFUSED = [
     ("load-time", "--cache 1GB", "not exercised: the cache holds all 16 experts of every layer"),
     ("load-time", "--baseline gone", GONE),
     ("load-time", "--baseline broken", "not a baseline of load times"),
+    ("load-time", "--baseline infinite", "not a baseline of load times"),
+    ("load-time", "--baseline large", "large: not a baseline of load times"),
     ("load-time", "--baseline baseline", "the baseline is of another artifact"),
+    ("load-time", "--cache-profile folder", "load-time: folder: Is a directory"),
     ("load-time", "--cache-profile broken", "not a warm-start profile"),
     ("load-time", "--cache-profile profile", "profile of another artifact"),
     ("divergence", "--text gone", GONE),
