@@ -158,12 +158,21 @@ def test_a_cut_receipt_tells_what_is_there_and_what_to_do(tmp_path: Path) -> Non
     refused(tmp_path, raw[:5], "not an intact zstd frame", "copy it again")
 
 
-def test_a_folder_in_place_of_a_receipt_leaves_no_handle_open(tmp_path: Path) -> None:
-    path = tmp_path / "x.hfq.receipt"
+def test_a_folder_in_place_of_a_receipt_leaves_no_handle_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, honest, handles = tmp_path / "x.hfq.receipt", os.open, []
     path.mkdir()
-    before = sorted(os.listdir("/proc/self/fd"))
+
+    def noted(*args: Any, **options: Any) -> int:
+        handles.append(honest(*args, **options))
+        return handles[-1]
+
+    monkeypatch.setattr(os, "open", noted)
     check_refused(ReceiptError, lambda: read_receipt(path), path=path, says=["a folder"])
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    (handle,) = handles
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
 
 
 def test_every_changed_byte_is_refused(tmp_path: Path) -> None:
