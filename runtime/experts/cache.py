@@ -237,6 +237,7 @@ class _Opening:
         options, catalogue, notes = self.options, self.catalogue, self.notes
         if options.check_reads:
             self.digests = Digests.of(self.reader, notes, require=options.require_receipt)
+            self.stack.callback(self.digests.settle)  # it reads the receipt until then
         self.laps.lap("audit")
         catalogue.bind(self.source)
         self.laps.lap("tables")
