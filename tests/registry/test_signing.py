@@ -79,7 +79,9 @@ def model_signing(*words: object) -> subprocess.CompletedProcess[str]:
 # ---------------------------------------------------------------- signing
 
 
-@pytest.mark.parametrize("curve", [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()], ids=str)
+@pytest.mark.parametrize(
+    "curve", [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()], ids=lambda curve: curve.name
+)
 def test_what_was_signed_is_accepted(
     curve: ec.EllipticCurve, artifact: Path, tmp_path: Path
 ) -> None:
