@@ -26,6 +26,7 @@ from ds4q.registry.store import digest_of
 from ds4q.registry.verify import check_document, check_sidecars, check_trunk
 
 REGISTRY_NAME = "registry.json"
+SUFFIXES = ARTIFACT_SUFFIXES | {".mtp"}  # a draft may be called by its kind
 REGISTRY_KEYS = {"schema_version", "generated_at", "models"}
 MAX_DOCUMENT_BYTES = 64 << 20
 UNFINISHED = (".partial", ".part")
@@ -100,9 +101,9 @@ def _head(path: Path) -> bytes:
 def _kind_by_name(path: Path) -> Kind | None:
     if path.name == REGISTRY_NAME or path.name.endswith("." + REGISTRY_NAME):
         return "document"
-    if path.suffix in ARTIFACT_SUFFIXES:
+    if path.suffix in SUFFIXES:
         return "artifact"
-    if path.suffix == SUFFIX and path.with_suffix("").suffix in ARTIFACT_SUFFIXES:
+    if path.suffix == SUFFIX and path.with_suffix("").suffix in SUFFIXES:
         return "receipt"
     return None
 
@@ -189,21 +190,16 @@ def verify_targets(
     reports: list[Report] = []
     known: dict[str, api.Verification] = {}
     for path in targets.artifacts:
-        try:
-            found = api.verify(
-                path,
-                require_receipt=require_receipt,
-                want_sha256=public_key is not None or os.path.realpath(path) in registered,
-                device=device,
-                threads=threads,
-                progress=progress,
-                tell=tell,
-            )
-        except OSError as error:
-            reports.append(_failed(path, "structure", _unreadable(error, path)))
-            continue
-        if public_key is not None:
-            hold_to_signature(found, public_key, signature_path(path), progress)
+        found = verify_artifact(
+            path,
+            public_key=public_key,
+            require_receipt=require_receipt,
+            want_sha256=os.path.realpath(path) in registered,
+            device=device,
+            threads=threads,
+            progress=progress,
+            tell=tell,
+        )
         reports.append(found)
         known[os.path.realpath(path)] = found
     reports += [_verify_receipt(path) for path in targets.receipts]
@@ -213,10 +209,38 @@ def verify_targets(
                 check_registered(entry, document.path.parent, check, known, progress)
         reports.append(document.report)
     nothing = Failure("the folder holds neither an artifact nor a receipt nor a registry document")
-    return reports + [_failed(path, "folder", nothing) for path in targets.empty]
+    return reports + [failed(path, "folder", nothing) for path in targets.empty]
 
 
-def hold_to_entry(report: api.Verification, entry: Entry, progress: api.Progress) -> None:
+def verify_artifact(
+    path: Path,
+    *,
+    entry: Entry | None = None,
+    public_key: Path | None = None,
+    signature: Path | None = None,
+    want_sha256: bool = False,
+    progress: api.Progress,
+    **options: Any,
+) -> api.Verification:
+    """``api.verify``, then the artifact held to a signature and to a registry's entry.
+
+    A file that cannot be read is a failure like any other. ``signature``: if not where
+    ``signature_path`` has it.
+    """
+    asked = want_sha256 or entry is not None or public_key is not None
+    try:
+        report = api.verify(path, want_sha256=asked, progress=progress, **options)
+    except OSError as error:
+        return failed(path, "structure", _unreadable(error, path))
+    if public_key is not None:
+        place = signature_path(path) if signature is None else signature
+        _hold_to_signature(report, public_key, place, progress)
+    if entry is not None:
+        _hold_to_entry(report, entry, progress)
+    return report
+
+
+def _hold_to_entry(report: api.Verification, entry: Entry, progress: api.Progress) -> None:
     """Add check "registry": the artifact that was verified is the one that ``entry`` registers."""
     path = Path(report.artifact["path"])
     with report.check("registry") as check:
@@ -224,7 +248,7 @@ def hold_to_entry(report: api.Verification, entry: Entry, progress: api.Progress
         check_sidecars(entry, path.parent, check, trunk=path, check_adapter=api.check_adapter)
 
 
-def hold_to_signature(
+def _hold_to_signature(
     report: api.Verification, public_key: Path, signature: Path, progress: api.Progress
 ) -> None:
     """Add check "signature": ``public_key`` has signed the artifact that was verified."""
@@ -282,8 +306,9 @@ def _unreadable(error: OSError, path: Path) -> Failure:
     return Failure(f"{error.filename or path}: {error.strerror or error}")
 
 
-def _failed(path: Path, check_name: str, failure: Failure) -> Report:
-    report = Report({"path": os.fspath(path), "name": path.name})
+def failed(path: Path, check_name: str, failure: Failure) -> api.Verification:
+    """The report of what could not be looked at: one check with one failure."""
+    report = api.Verification({"path": os.fspath(path), "name": path.name})
     with report.check(check_name) as check:
         check.fail(failure)
     return report

@@ -5,17 +5,20 @@ What several paths and folders stand for is found by ``ds4q/targets.py``.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ds4q.artifact.errors import one_line
+from ds4q.artifact.errors import Ds4qError, one_line
 from ds4q.cli import common
 from ds4q.cli.gates import gate_options
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ds4q.api import Verification
     from ds4q.artifact.report import Report
     from ds4q.runtime.gates import Gate
@@ -135,6 +138,7 @@ def command(
     from ds4q.artifact.report import junit as junit_of
 
     options: dict[str, Any] = {
+        "public_key": public_key,
         "require_receipt": require_receipt,
         "device": device,
         "threads": threads,
@@ -142,20 +146,21 @@ def command(
         "tell": (lambda line: None) if quiet else common.say,
     }
     together = len(paths) > 1 or paths[0].is_dir()
-    found = targets.Targets.of(paths)
-    if together or found.artifacts != paths:
-        if source or receipt or tag or signature or html or gates:
-            raise click.UsageError(
-                "--source, --receipt, --registry, --signature, --gate, --html: for one artifact"
-            )
-        options["public_key"] = public_key
-        reports = targets.verify_targets(found, **options)
-        page = None
-    else:
-        grounds = {"source": source, "receipt": receipt, "imatrix": imatrix, "gates": gates}
-        options |= grounds | {"errors_only": errors_only}
-        page = _verify_one(paths[0], tag, public_key, signature, options)
-        reports = [page]
+    reports: list[Report]
+    page = None
+    with _reported(junit, paths[0]):
+        found = targets.Targets.of(paths)
+        if together or found.artifacts != paths:
+            if source or receipt or tag or signature or html or gates:
+                raise click.UsageError(
+                    "--source, --receipt, --registry, --signature, --gate, --html: for one artifact"
+                )
+            reports = [*targets.verify_targets(found, **options)]
+        else:
+            grounds = {"source": source, "receipt": receipt, "imatrix": imatrix, "gates": gates}
+            options |= grounds | {"signature": signature, "errors_only": errors_only}
+            page = _verify_one(paths[0], tag, options)
+            reports = [page]
     if as_json:
         common.emit_json(targets.document_of(reports) if together else reports[0].document())
     else:
@@ -173,27 +178,29 @@ def command(
         click.get_current_context().exit(1)
 
 
-def _verify_one(
-    path: Path,
-    tag: str | None,
-    public_key: Path | None,
-    signature: Path | None,
-    options: dict[str, Any],
-) -> Verification:
-    """One artifact, held to a signature and to the registry's entry where that is asked for."""
-    from ds4q import api, targets
+@contextmanager
+def _reported(junit: Path | None, path: Path) -> Iterator[None]:
+    """Should the block fail, report that: an earlier report must not stand for this run."""
+    from ds4q import targets
+    from ds4q.artifact.report import Failure
+    from ds4q.artifact.report import junit as junit_of
+
+    try:
+        yield
+    except (Ds4qError, OSError) as error:
+        if junit is not None:
+            report = targets.failed(path, "verify", Failure(one_line(str(error))))
+            common.write_report(junit, junit_of([report]))
+        raise
+
+
+def _verify_one(path: Path, tag: str | None, options: dict[str, Any]) -> Verification:
+    """One artifact, held to the registry's entry where that is asked for."""
+    from ds4q import targets
     from ds4q.registry.entries import load_registry
-    from ds4q.registry.signing import signature_path
 
     entry = None if tag is None else load_registry().resolve(tag)
-    asked = entry is not None or public_key is not None
-    report = api.verify(path, want_sha256=asked, **options)
-    if public_key is not None:
-        place = signature_path(path) if signature is None else signature
-        targets.hold_to_signature(report, public_key, place, options["progress"])
-    if entry is not None:
-        targets.hold_to_entry(report, entry, options["progress"])
-    return report
+    return targets.verify_artifact(path, entry=entry, **options)
 
 
 def _page(report: Verification) -> str:

@@ -152,6 +152,37 @@ def test_an_earlier_report_is_replaced(artifact: Path, tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "r.xml").getroot().tag == "testsuites"
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [([], "No such file"), (["--registry", "no-such-tag"], "no-such-tag")],
+    ids=["file", "tag"],
+)
+def test_no_green_report_stays_when_nothing_could_be_checked(
+    words: list[str], says: str, artifact: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "r.xml"
+    assert verify(artifact, "--junit", report).exit_code == 0
+    path = artifact if words else tmp_path / "no.hfq"
+    assert verify(path, *words, "--junit", report).exit_code == 1
+    (suite,) = ElementTree.parse(report).getroot()
+    assert suite.get("name") == f"ds4q verify {path}"
+    (failure,) = suite.iter("failure")
+    assert says in (failure.get("message") or "")
+
+
+def test_a_missing_file_is_the_same_failure_alone_and_among_others(
+    artifact: Path, tmp_path: Path
+) -> None:
+    missing = tmp_path / "no.hfq"
+    alone = json.loads(verify(missing, "--json").stdout)
+    among = json.loads(verify(missing, artifact, "--json").stdout)["targets"][0]
+    for document in (alone, among):
+        for check in document["checks"]:
+            del check["seconds"]
+    assert alone == among
+    assert not alone["ok"]
+
+
 def test_a_hundred_failures_are_listed_and_all_are_counted(
     tiny_artifact: Path, tmp_path: Path
 ) -> None:
@@ -237,8 +268,9 @@ def test_a_name_that_is_not_text_is_printed_safely(artifact: Path, source: Path)
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     result = verify(tmp_path / "no.hfq")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == f"ds4q: error: {tmp_path / 'no.hfq'}: No such file or directory\n"
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr == f"structure: {tmp_path / 'no.hfq'}: No such file or directory\n"
+    assert result.stdout.endswith("no.hfq: FAILED\n")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "empty", "text"])

@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ds4q import __version__
+from ds4q.registry.names import ARTIFACT_SUFFIXES
+from ds4q.targets import Targets
 from examples.ci.damage import WAYS, Copy, damage
 from tests.examples.actions import ROOT, Ran, load, run_action, uses_of_the_action
 from tests.registry.folders import good_folder
@@ -183,6 +185,17 @@ def test_wrong_usage_is_red_and_says_so(workspace: Path) -> None:
     assert ran.outputs["ok"] == "false"
 
 
+def test_a_mistyped_path_is_red_in_every_form(workspace: Path) -> None:
+    assert use(workspace).status == 0
+    ran = use(workspace, path="models/flash.hpq")
+    assert (ran.status, ran.outputs["ok"]) == (1, "false")
+    assert "::error title=ds4q verify::models/flash.hpq: structure: " in ran.log
+    document = json.loads((workspace / ran.outputs["json"]).read_text())
+    assert document["artifact"]["path"] == "models/flash.hpq"
+    (suite,) = ElementTree.parse(workspace / ran.outputs["junit"]).getroot()
+    assert suite.get("failures") == "1"
+
+
 def test_an_input_never_becomes_a_command(workspace: Path) -> None:
     marker = workspace / "pwned"
     hostile = f"$(touch {marker})\n`touch {marker}`\n; touch {marker}\n--help"
@@ -265,6 +278,17 @@ def load_hooks() -> list[dict[str, Any]]:
     import yaml
 
     return list(yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text()))
+
+
+@pytest.mark.parametrize("suffix", sorted({*ARTIFACT_SUFFIXES, ".mtp"}))
+def test_the_hook_sees_what_verify_knows(suffix: str, tmp_path: Path) -> None:
+    (hook,) = load_hooks()
+    for name in ("flash" + suffix, "flash" + suffix + ".receipt"):
+        assert re.search(hook["files"], "models/" + name), name
+        assert not re.search(hook["files"], name + ".partial"), name
+    (tmp_path / f"flash{suffix}.receipt").write_text("{}")
+    found = Targets.of([tmp_path / f"flash{suffix}.receipt"])
+    assert [path.name for path in found.receipts] == [f"flash{suffix}.receipt"]
 
 
 def test_pre_commit_accepts_the_hook(workspace: Path) -> None:
