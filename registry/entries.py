@@ -269,9 +269,11 @@ def update_registry(url: str | None = None) -> Registry:
     url = url or sources.configured()
     if url is None or not sources.is_remote(url):
         remedy = f"set {sources.URL_VARIABLE} or give --registry URL"
-        raise SourceError("no URL to update the registry from", found=url, remedy=remedy)
-    document = parse(sources.download(url), url)
-    registry = _build(document, url)
+        found = None if url is None else sources.words_for(url)
+        raise SourceError("no URL to update the registry from", found=found, remedy=remedy)
+    name = sources.words_for(url)
+    document = parse(sources.download(url), name)
+    registry = _build(document, name)
     try:
         sources.keep_copy(url, document)
     except OSError as error:
@@ -283,13 +285,14 @@ def update_registry(url: str | None = None) -> Registry:
 def _asked_for(origin: str, offline: bool) -> Registry:
     """The document at ``origin`` and no other."""
     if not sources.is_remote(origin):
-        return read_document(sources.read_file(origin), origin)
+        return read_document(sources.read_file(origin), sources.words_for(origin))
     if not offline:
         return update_registry(origin)
+    name = sources.words_for(origin)
     if (copy := sources.last_copy(origin)) is None:
-        remedy = f"'ds4q registry update --registry {origin}' fetches it"
-        raise SourceError("this command does not call out", path=origin, remedy=remedy)
-    return _build(copy.document, f"last copy of {origin}")
+        remedy = "'ds4q registry update' with the same --registry fetches it"
+        raise SourceError("this command does not call out", path=name, remedy=remedy)
+    return _build(copy.document, f"last copy of {name}")
 
 
 def _configured(url: str, offline: bool) -> Registry:
@@ -298,7 +301,8 @@ def _configured(url: str, offline: bool) -> Registry:
     if copy and (copy[1] or offline):
         return copy[0]
     if offline:
-        why = f"{url}: no copy yet, 'ds4q registry update' fetches one; using the bundled registry"
+        name = sources.words_for(url)
+        why = f"{name}: no copy yet, 'ds4q registry update' fetches one; using the bundled registry"
     else:
         try:
             return update_registry(url)
@@ -316,7 +320,7 @@ def _usable(url: str) -> tuple[Registry, bool] | None:
         return None
     words = "last copy" if copy.fresh else "stale copy"
     try:
-        return _build(copy.document, f"{words} of {url}"), copy.fresh
+        return _build(copy.document, f"{words} of {sources.words_for(url)}"), copy.fresh
     except DocumentError:
         return None
 

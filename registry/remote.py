@@ -104,7 +104,7 @@ def shown(url: str) -> str:
     try:
         parts = urlsplit(url)
     except ValueError:
-        return repr(url)
+        return "a URL that cannot be read"  # it may hold credentials all the same
     return SplitResult(parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "").geturl()
 
 

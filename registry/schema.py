@@ -7,6 +7,7 @@ are told apart from bad values: a newer registry may say more than this version 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from ds4q.registry.errors import DocumentError
 MAX_DOCUMENT_BYTES = 4 << 20  # some 17,000 entries
 MAX_NESTING = 32  # far from where Python gives up
 _SHOWN = 100  # characters of a value in a message
+_CREDENTIALS = re.compile(r'://(?:[^"\\]|\\.)*@')  # inside one JSON string; a password may hold '/'
+_QUERY = re.compile(r'(?<=://)([^"?#\\]*)[?#](?:[^"\\]|\\.)*')
 
 Kind = Literal["document", "curated", "listing"]
 
@@ -52,8 +55,8 @@ class Problem:
 
 
 def shown(value: Any) -> str:
-    """``value`` as JSON has it, cut to what fits a message."""
-    text = json.dumps(value, ensure_ascii=False)
+    """``value`` as JSON has it, cut to what fits a message; URLs without what may be a secret."""
+    text = _QUERY.sub(r"\1", _CREDENTIALS.sub("://", json.dumps(value, ensure_ascii=False)))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

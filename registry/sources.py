@@ -5,10 +5,10 @@ Gives bytes and says where they are from; what they mean: ``entries.py``.
 
 from __future__ import annotations
 
-import http.client
+import hashlib
 import os
+import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
-from ds4q.registry.errors import SourceError
+from ds4q.registry.errors import RefusedError, SourceError
+from ds4q.registry.remote import Lane, Remote, TryAgain, shown
 from ds4q.registry.schema import MAX_DOCUMENT_BYTES, canonical, parse
 
 URL_VARIABLE = "DS4Q_REGISTRY_URL"
@@ -53,6 +54,11 @@ def is_remote(origin: str) -> bool:
     return origin.lower().startswith(("http://", "https://"))
 
 
+def words_for(origin: str) -> str:
+    """A path or URL for messages: without what may be a secret."""
+    return shown(origin) if "://" in origin else origin
+
+
 def bundled() -> bytes:
     """The document that this version of ds4q ships."""
     return resources.files("ds4q.registry").joinpath("registry.json").read_bytes()
@@ -71,10 +77,10 @@ def read_file(origin: str) -> bytes:
         parts = urllib.parse.urlsplit(origin)
         if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
             expected = "a path, or a URL of http, https or file"
-            raise SourceError("unknown kind of URL", path=origin, expected=expected)
+            raise SourceError("unknown kind of URL", path=words_for(origin), expected=expected)
         path = Path(urllib.request.url2pathname(parts.path))
     if "\0" in str(path) or (path.exists() and not path.is_file()):  # a named pipe would hang
-        raise SourceError("not a regular file", path=origin)
+        raise SourceError("not a regular file", path=words_for(origin))
     with open(path, "rb") as file:
         return file.read(MAX_DOCUMENT_BYTES + 1)
 
@@ -86,28 +92,53 @@ def download(url: str) -> bytes:
     ------
     SourceError : no answer in ``TIMEOUT_S``, or another than success
     """
-    deadline_s = time.monotonic() + TIMEOUT_S
     remedy = "check the URL and the connection, or give a file with --registry"
     try:
-        raw = bytearray()
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            while len(raw) <= MAX_DOCUMENT_BYTES and (piece := answer.read1(_PIECE_BYTES)):
-                raw += piece
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"not there after {TIMEOUT_S} s")
-            promised = answer.length  # what Content-Length still promises; None without one
-    except urllib.error.HTTPError as error:
-        with error:  # it holds the connection
-            raise SourceError(
-                path=url, found=f"{error.code} {error.reason}", remedy=remedy
-            ) from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        why = getattr(error, "reason", None) or str(error) or type(error).__name__
-        raise SourceError(path=url, found=why, remedy=remedy) from None
-    if promised and len(raw) <= MAX_DOCUMENT_BYTES:
-        found = f"{len(raw)} of {len(raw) + promised} bytes"
-        raise SourceError("the answer ends early", path=url, found=found, remedy=remedy)
-    return bytes(raw)
+        lane = Remote(url, {}).lane()
+    except RefusedError as error:
+        raise SourceError(error.what, path=shown(url), remedy=error.remedy) from None
+    reading = _Reading(lane)
+    reading.start()
+    reading.join(TIMEOUT_S)
+    if reading.is_alive():
+        lane.abort()
+        found = f"not there after {TIMEOUT_S} s"
+        raise SourceError(path=shown(url), found=found, remedy=remedy)
+    if reading.failure is not None:
+        raise SourceError(path=shown(url), found=reading.failure, remedy=remedy)
+    raw, total = bytes(reading.raw), reading.total
+    if total is not None and len(raw) < min(total, MAX_DOCUMENT_BYTES + 1):
+        found = f"{len(raw)} of {total} bytes"
+        raise SourceError("the answer ends early", path=shown(url), found=found, remedy=remedy)
+    return raw
+
+
+class _Reading(threading.Thread):
+    """Reads a document beside the thread that waits for it.
+
+    A limit on each operation of a socket bounds neither the look-up of the host's name nor a head
+    that comes byte by byte.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__(daemon=True)
+        self.raw = bytearray()
+        self.total: int | None = None
+        self.failure: str | None = None
+        self._lane = lane
+
+    def run(self) -> None:
+        try:
+            answer = self._lane.open(0, MAX_DOCUMENT_BYTES + 1, "")
+            self.total = answer.total
+            while len(self.raw) <= MAX_DOCUMENT_BYTES and (piece := answer.read(_PIECE_BYTES)):
+                self.raw += piece
+        except RefusedError as error:
+            self.failure = error.what
+        except (TryAgain, OSError, ValueError) as error:
+            self.failure = str(error) or type(error).__name__
+        finally:
+            self._lane.reset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +158,11 @@ def _copy_path() -> Path:
     return home_folder() / "registry.cache.json"
 
 
+def _digest(url: str) -> str:
+    """What tells one URL from another where the whole of it, a secret perhaps, must not stand."""
+    return hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
+
+
 def last_copy(url: str) -> Copy | None:
     """The copy of ``url``, if there is one that can be read; what it holds is not checked."""
     try:
@@ -134,7 +170,7 @@ def last_copy(url: str) -> Copy | None:
     except (OSError, Ds4qError):
         return None
     document, fetched_at = kept.get("registry"), kept.get("fetched_at")
-    if kept.get("url") != url or not isinstance(document, dict):
+    if kept.get("url_sha256") != _digest(url) or not isinstance(document, dict):
         return None
     if type(fetched_at) is not int:
         return None
@@ -149,13 +185,20 @@ def keep_copy(url: str, document: dict[str, Any]) -> None:
     OSError : there is no room, or no permission; the copy before stays
     """
     path = _copy_path()
-    kept = {"fetched_at": int(time.time() * 1000), "registry": document, "url": url}
+    kept = {
+        "fetched_at": int(time.time() * 1000),
+        "registry": document,
+        "url": shown(url),
+        "url_sha256": _digest(url),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, canonical(kept))
+    write_whole(path, canonical(kept), mode=0o600)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Put ``text`` at ``path`` at once: readers see what was there before, or all of it.
+
+    ``mode`` holds for a new file and for one that is replaced.
 
     Raises
     ------
@@ -165,7 +208,7 @@ def write_whole(path: Path, text: str) -> None:
     while True:
         temporary = path.with_name(f".{path.name}.part.{os.getpid()}.{number}")
         try:
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             break
         except FileExistsError:
             number += 1

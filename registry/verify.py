@@ -55,9 +55,11 @@ def check_registry(check: Check, origin: str | None = None) -> None:
     copy = None if url is None else sources.last_copy(url)
     base = None
     if copy is not None:
-        base = _check_text(canonical(copy.document).encode(), f"copy of {url}", check)
+        base = _check_text(
+            canonical(copy.document).encode(), f"copy of {sources.words_for(url)}", check
+        )
     elif url is not None and not sources.is_remote(url):
-        base = _check_text(sources.read_file(url), url, check)
+        base = _check_text(sources.read_file(url), sources.words_for(url), check)
     elif origin is None:
         base = _check_text(sources.bundled(), sources.BUNDLED, check)
     local = sources.local_registry_path()

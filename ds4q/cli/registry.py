@@ -125,13 +125,13 @@ def status(
     Example: ds4q registry status
     """
     from ds4q.registry.installed import models
-    from ds4q.registry.sources import URL_VARIABLE, local_registry_path
+    from ds4q.registry.sources import URL_VARIABLE, local_registry_path, words_for
 
     registry, store = load(origin), open_store(folder)
     document = {
         "registry": registry.origin,
         "generated_at": registry.generated_at,
-        "url": os.environ.get(URL_VARIABLE) or None,
+        "url": words_for(os.environ.get(URL_VARIABLE, "")) or None,
         "own_registry": str(local_registry_path()),
         "own_tags": sorted(registry.local),
         "tags": len(registry.entries),

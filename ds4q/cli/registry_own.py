@@ -87,7 +87,7 @@ def add(
     if as_json:
         common.emit_json(added_document(added))
     else:
-        print_added(added)
+        print_added(added, dry_run=dry_run)
 
 
 def _own_registry(origin: str | None) -> tuple[Registry, Path]:
@@ -156,7 +156,7 @@ class Registration:
         from ds4q.registry.add import check_early
 
         self._tag, self._out = tag, out
-        check_early(load(None), out.name, tag, ARCH_DEEPSEEK4)
+        check_early(load(None), out.name, tag, ARCH_DEEPSEEK4, path=out)
 
     def finish(self, summary: Summary, *, quiet: bool) -> Added:
         """Register what the job wrote; what it has just hashed is not hashed again."""
@@ -195,13 +195,15 @@ def added_document(added: Added) -> dict[str, Any]:
     }
 
 
-def print_added(added: Added) -> None:
-    """What was registered, in a few lines."""
+def print_added(added: Added, *, dry_run: bool = False) -> None:
+    """What was registered, or would be, in a few lines."""
     entry = added.entry
     if added.was is None:
-        verb = "registered"
+        verb = "would register" if dry_run else "registered"
+    elif added.changed:
+        verb = f"{'would change' if dry_run else 'changed'} ({', '.join(added.changed)})"
     else:
-        verb = f"changed ({', '.join(added.changed)})" if added.changed else "unchanged"
+        verb = "unchanged"
     size = f"{entry['size_bytes']:,} bytes"
     click.echo(f"{verb} {added.tag}: {one_line(entry['file'])}, {entry['quant']}, {size}")
     click.echo(f"  sha256     {entry['sha256']}")
@@ -260,9 +262,10 @@ def _check_documents(origin: str | None) -> tuple[Report, Registry | None]:
     from ds4q.artifact.report import Report
     from ds4q.registry.entries import load_registry
     from ds4q.registry.errors import DocumentError
+    from ds4q.registry.sources import words_for
     from ds4q.registry.verify import check_registry
 
-    report = Report({"path": origin or "registry", "name": "registry"})
+    report = Report({"path": words_for(origin) if origin else "registry", "name": "registry"})
     with report.check("schema") as check:
         check_registry(check, origin)
     try:

@@ -140,6 +140,17 @@ def test_status_says_what_is_used(added: Path, home: Path) -> None:
     assert f"models_dir: {home / 'models'}" in registry("status").stdout
 
 
+def test_a_secret_of_a_url_is_not_told(web: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = web.replace("://", "://user:hunter2@") + "/r.json?token=SECRET"
+    monkeypatch.setenv("DS4Q_REGISTRY_URL", whole)
+    for words in (["list"], ["status"], ["status", "--json"], ["update"], ["verify"]):
+        result = registry(*words)
+        assert result.output
+        assert not any(secret in result.output for secret in ("hunter2", "SECRET")), words
+    for words in (["list"], ["verify", "--json"]):
+        assert "hunter2" not in registry(*words, "--registry", whole).output, words
+
+
 def test_looking_never_opens_a_connection(added: Path, no_network: None) -> None:
     for words in (
         ["list"],

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds4q.registry import sources
-from ds4q.registry.entries import load_registry, update_registry
+from ds4q.registry.entries import check_document, load_registry, update_registry
 from ds4q.registry.errors import DocumentError, SourceError
 from ds4q.registry.schema import MAX_DOCUMENT_BYTES
 from tests.checks import check_refused
@@ -133,7 +136,9 @@ def test_the_copy_of_another_url_is_not_used(
 ) -> None:
     load_registry()
     monkeypatch.setenv(sources.URL_VARIABLE, configured.url + "?2")
-    assert load_registry().origin == configured.url + "?2"
+    assert load_registry().origin == configured.url
+    assert len(configured.asked) == 2
+    assert load_registry().origin == f"last copy of {configured.url}"
 
 
 def test_a_server_that_fails_is_told_and_the_next_best_serves(configured: Site, home: Path) -> None:
@@ -141,7 +146,7 @@ def test_a_server_that_fails_is_told_and_the_next_best_serves(configured: Site, 
     registry = load_registry()
     assert registry.origin == sources.BUNDLED
     (warning,) = registry.warnings
-    assert warning.startswith(f"{configured.url}: cannot get the registry: found 503 ")
+    assert warning.startswith(f"{configured.url}: cannot get the registry: found HTTP 503 ")
     assert warning.endswith("; using the bundled registry")
     configured.status = 200
     load_registry()
@@ -193,12 +198,79 @@ def test_a_server_that_is_not_there_is_an_error() -> None:
     check_refused(SourceError, lambda: load_registry(url), path=url, says=["Connection refused"])
 
 
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX-Slow: ", b"HTTP/1.1 200 OK\r\n\r\n"])
 def test_an_answer_that_takes_too_long_is_given_up(
+    head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "TIMEOUT_S", 0.3)
+    left = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.sendall(head)
+            for _ in range(400):  # 20 s, a byte at a time
+                connection.sendall(b"x")
+                time.sleep(0.05)
+            return
+        left.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/r.json"
+        serving = threading.Thread(target=trickle)
+        serving.start()
+        check_refused(SourceError, lambda: load_registry(url), says=["not there after 0.3 s"])
+        serving.join()
+    assert left.is_set()  # the client hung up before the server was done
+
+
+SECRETS = ("hunter2", "SECRET")
+
+
+def test_a_secret_of_a_url_is_neither_told_nor_kept(
+    site: Site, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(sources.URL_VARIABLE, site.url + "?token=SECRET")
+    said = [load_registry(offline=True).warnings, load_registry().origin, load_registry().origin]
+    assert said[1:] == [site.url, f"last copy of {site.url}"]
+    kept = (home / COPY).read_text()
+    assert stat.S_IMODE((home / COPY).stat().st_mode) == 0o600
+    age(home, 48 * 3600)
+    site.body = raw(document({"theirs": entry(file="../x")}))
+    said.append(load_registry().warnings)
+    site.status = 404
+    said.append(load_registry().warnings)
+    said.append(str(check_refused(SourceError, update_registry, path=site.url)))
+    assert not any(secret in str(words) for secret in SECRETS for words in [kept, *said])
+
+
+def test_a_url_with_a_password_is_refused_without_telling_it(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([0.0, sources.TIMEOUT_S + 1])
-    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    check_refused(SourceError, lambda: load_registry(site.url), says=["not there after 3.5 s"])
+    whole = site.url.replace("://", "://user:hunter2@") + "?token=SECRET"
+    monkeypatch.setenv(sources.URL_VARIABLE, whole)
+    for call in (update_registry, lambda: load_registry(whole)):
+        error = check_refused(SourceError, call, path=site.url, says=["must not hold credentials"])
+        assert not any(secret in str(error) for secret in SECRETS)
+    for other in (whole.replace("http:", "ftp:"), "http://user:hunter2@[::1/r.json?token=SECRET"):
+        error = check_refused(SourceError, partial(load_registry, other))
+        assert not any(secret in str(error) for secret in SECRETS)
+    for offline in (True, False):
+        registry = load_registry(offline=offline)
+        assert registry.origin == sources.BUNDLED
+        assert not any(secret in str(registry.warnings) for secret in SECRETS)
+    assert site.asked == []
+
+
+@pytest.mark.parametrize("where", [None, "dspark"])
+def test_a_secret_that_an_entry_holds_is_not_told(where: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    bad = {"repo": "http://user:hunter2@host/a b?token=SECRET"}
+    models = {"theirs": entry(**(bad if where is None else {where: [bad]}))}
+    path.write_bytes(raw(document(models)))
+    error = check_refused(DocumentError, lambda: load_registry(str(path)), says=["theirs", "host"])
+    problems = check_document(path.read_bytes(), str(path))
+    assert not any(secret in str(error) + str(problems) for secret in SECRETS)
 
 
 def test_offline_opens_no_connection(configured: Site) -> None:
@@ -230,15 +302,16 @@ def test_offline_takes_an_old_copy(configured: Site, home: Path) -> None:
     [
         b"{",
         b"[]",
-        b'{"url": "x"}',
-        b'{"url": "URL", "fetched_at": "now", "registry": {}}',
-        b'{"url": "URL", "fetched_at": 5, "registry": 5}',
-        b'{"url": "URL", "fetched_at": 5, "registry": {"models": 1}}',
+        b'{"url_sha256": "x"}',
+        b'{"url_sha256": "DIGEST", "fetched_at": "now", "registry": {}}',
+        b'{"url_sha256": "DIGEST", "fetched_at": 5, "registry": 5}',
+        b'{"url_sha256": "DIGEST", "fetched_at": 5, "registry": {"models": 1}}',
     ],
 )
 def test_a_copy_that_cannot_be_used_is_as_none(configured: Site, home: Path, kept: bytes) -> None:
     home.mkdir()
-    (home / COPY).write_bytes(kept.replace(b"URL", configured.url.encode()))
+    digest = hashlib.sha256(configured.url.encode()).hexdigest()
+    (home / COPY).write_bytes(kept.replace(b"DIGEST", digest.encode()))
     assert load_registry(offline=True).origin == sources.BUNDLED
     assert load_registry().origin == configured.url
     assert load_registry().origin == f"last copy of {configured.url}"
