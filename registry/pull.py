@@ -22,6 +22,7 @@ from ds4q.artifact.receipt import Receipt, read_receipt
 from ds4q.registry.blocks import check_room
 from ds4q.registry.entries import Entry, Sidecar
 from ds4q.registry.errors import (
+    ExistsError,
     HubError,
     LocalOnlyError,
     OtherFileError,
@@ -98,13 +99,13 @@ def pull(
     trunk_only : leave out sidecars, the receipt excepted
     adapter : fetch the experimental adapter, too
     allow_unverified : fetch files of which nobody published a digest
-    force : fetch what is there already, and replace it
+    force : replace a file that is there and is not the registered one
     dry_run : check what is there and say what would be fetched; asks no server
 
     Raises
     ------
     LocalOnlyError, UnverifiedError, UnsafeNameError : before anything is done
-    OtherFileError : a file is there and is another
+    OtherFileError, ExistsError : something else stands where a file goes; nothing is fetched then
     PullError : the trunk is there, a sidecar could not be had
     HubError, and what ``fetch`` raises : the trunk or its receipt could not be had
     """
@@ -168,7 +169,8 @@ class _Pull:
     def present(self, kind: str, what: Entry | Sidecar) -> PulledFile | None:
         """The file that is there, checked; None where it is to be fetched."""
         size = self.store.size(what.file)
-        if size is None or self.force:
+        if size is None:
+            self._check_place(self.store.path(what.file))
             return None
         failures = list(compare_size(what, size))
         sha256 = None
@@ -179,6 +181,8 @@ class _Pull:
                     sha256 = self.store.digest(what.file, advance=advance)
             failures = list(compare_sha256(what, sha256))
         for failure in failures:
+            if self.force:
+                return None
             raise OtherFileError(
                 failure.message,
                 path=self.store.path(what.file),
@@ -186,6 +190,16 @@ class _Pull:
                 found=failure.found,
             )
         return self.file(kind, what, "present", sha256)
+
+    def _check_place(self, path: Path) -> None:
+        """Refuse what stands where a file goes and is none, if it cannot be replaced."""
+        if path.is_symlink() and not path.exists():  # of nothing: it can be
+            if not self.force:
+                raise ExistsError("a link to nothing stands here", path=path)
+        elif path.exists():
+            what = "a folder" if path.is_dir() else "something that is no file"
+            remedy = "move it away, or name another folder with --models-dir"
+            raise ExistsError(f"{what} stands where a file goes", path=path, remedy=remedy)
 
     def fetch_all(
         self,
@@ -196,6 +210,7 @@ class _Pull:
         if "://" not in self.entry.repo:
             self.hub = look_up(self.entry.repo, self.entry.revision)
             self._tell(f"{self.entry.tag}: {self.entry.repo} at commit {self.hub.commit}")
+            self._compare_all(self.hub, absent)
         self.store.folder.mkdir(parents=True, exist_ok=True)
         self._check_room([what for _, what in absent])
         for kind, what in absent:
@@ -245,24 +260,34 @@ class _Pull:
         self.store.note_verified(what.file, sha256)
         return sha256
 
+    def _compare_all(self, hub: HubRepo, files: Sequence[tuple[str, Entry | Sidecar]]) -> None:
+        """What the hub says of its files must not differ from what is registered.
+
+        A trunk or receipt that it lacks is refused here; another sidecar is when it is its turn.
+        """
+        for kind, what in files:
+            if what.file not in hub.files and kind not in (TRUNK, "receipt"):
+                continue
+            there = hub.file(what.file)
+            for registered, found in (
+                (what.size_bytes, there.size_bytes),
+                (what.sha256 and what.sha256.lower(), there.sha256),
+            ):
+                if registered is not None and found is not None and registered != found:
+                    raise HubError(
+                        f"{what.file} of the hub is not the registered one",
+                        path=hub.name,
+                        expected=registered,
+                        found=found,
+                        remedy="the registry entry is stale: nothing was fetched",
+                    )
+
     def _wanted(self, what: Entry | Sidecar) -> Wanted:
-        """Where a file is; what the hub says of it must not differ from what is registered."""
+        """Where a file is, and what is known of it."""
         if self.hub is None:
             url = f"{self.entry.repo.rstrip('/')}/{quote(what.file)}"
             return Wanted(url, what.size_bytes, what.sha256)
         there = self.hub.file(what.file)
-        for registered, found in (
-            (what.size_bytes, there.size_bytes),
-            (what.sha256 and what.sha256.lower(), there.sha256),
-        ):
-            if registered is not None and found is not None and registered != found:
-                raise HubError(
-                    f"{what.file} of the hub is not the registered one",
-                    path=self.hub.name,
-                    expected=registered,
-                    found=found,
-                    remedy="the registry entry is stale: nothing was fetched",
-                )
         return Wanted(
             there.url,
             what.size_bytes if what.size_bytes is not None else there.size_bytes,

@@ -18,6 +18,7 @@ from ds4q.registry import transfer
 from ds4q.registry.entries import Entry, load_registry
 from ds4q.registry.errors import (
     DigestError,
+    ExistsError,
     HubError,
     LocalOnlyError,
     OtherFileError,
@@ -141,15 +142,47 @@ def test_a_noted_file_that_changed_is_read_again(entry: Entry, models: Path) -> 
     check_refused(OtherFileError, lambda: pull(entry, models), path=models / NAME)
 
 
-def test_force_replaces_every_file(
+def test_force_replaces_what_is_not_the_registered_file_and_nothing_else(
     entry: Entry, server: Server, served: Path, models: Path
 ) -> None:
     models.mkdir(parents=True)
     (models / NAME).write_bytes(b"another")
     (models / DRAFT).write_bytes((served / DRAFT).read_bytes())
-    assert {f.state for f in pull(entry, models, force=True).files} == {"fetched"}
+    states = {f.kind: f.state for f in pull(entry, models, force=True).files}
+    assert states == {"receipt": "fetched", "trunk": "fetched", "dspark": "present"}
     assert (models / NAME).read_bytes() == (served / NAME).read_bytes()
-    assert DRAFT in files_of(server)
+    assert DRAFT not in files_of(server)
+    with (models / NAME).open("r+b") as file:
+        file.write(b"HFQX")
+    server.requests.clear()
+    pull(entry, models, force=True)
+    assert files_of(server) == [NAME]
+    assert (models / NAME).read_bytes() == (served / NAME).read_bytes()
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("file", [NAME, DRAFT])
+def test_a_folder_in_the_way_is_told_before_a_byte_is_fetched(
+    file: str, force: bool, entry: Entry, server: Server, models: Path
+) -> None:
+    (models / file).mkdir(parents=True)
+    error = check_refused(
+        ExistsError, lambda: pull(entry, models, force=force), path=models / file, says=["a folder"]
+    )
+    assert "move it away" in str(error)
+    assert "--force" not in str(error)
+    assert server.requests == []
+
+
+def test_a_link_to_nothing_is_replaced_only_when_asked(
+    entry: Entry, server: Server, models: Path
+) -> None:
+    models.mkdir(parents=True)
+    (models / DRAFT).symlink_to("nowhere")
+    check_refused(ExistsError, lambda: pull(entry, models), path=models / DRAFT, says=["--force"])
+    assert server.requests == []
+    pull(entry, models, force=True)
+    assert not (models / DRAFT).is_symlink()
 
 
 def test_the_trunk_alone_comes_with_its_receipt(entry: Entry, server: Server, models: Path) -> None:
@@ -381,7 +414,11 @@ def test_another_file_on_the_hub_is_told_before_it_is_fetched(
     ):
         error = check_refused(HubError, partial(pull, stale, models), path=REPO)
         assert (error.expected, error.found) == values
-    assert f"/{NAME}" not in {urlsplit(r.path).path for r in server.requests}
+    draft = artifacts.registered(served / DRAFT) | {"sha256": "0" * 64}
+    stale = entry_of(REPO, served, tmp_path, dspark=draft)
+    check_refused(HubError, lambda: pull(stale, models), path=REPO, says=["nothing was fetched"])
+    assert server.requests == []
+    assert not models.exists()
 
 
 def test_the_hubs_own_digest_stands_in_where_none_is_registered(
