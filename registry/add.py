@@ -17,8 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ds4q.artifact.check import own_metadata
+from ds4q.artifact.check import check_structure, own_metadata
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.report import Check
 from ds4q.artifact.writer import fsync_folder
 from ds4q.registry.arch import ARCH_NAMES, MIXED, quant_for
 from ds4q.registry.entries import (
@@ -81,20 +82,25 @@ class Added:
     warnings: tuple[str, ...] = ()
 
 
-def check_early(registry: Registry, file: str, tag: str, arch_id: int) -> None:
+def check_early(
+    registry: Registry, file: str, tag: str, arch_id: int, *, path: Path | None = None
+) -> None:
     """Refuse, before an artifact is made, a tag or a file name that it could not be registered by.
+
+    ``path`` is where the artifact will be, for what is advised.
 
     Raises
     ------
     UnsafeNameError : ``file`` is not a plain name
     AddError : ``tag`` is taken, or no tag for a model of this architecture
     """
-    _check_names(registry, file, Wish(tag))
+    _check_names(registry, file, Wish(tag), path or file)
     entry = {"repo": "", "file": file, "desc": "", "size_gb": 0, "min_vram_gb": 0}
     _check_rules(registry, tag, entry | {"arch_id": arch_id, "quant": MIXED})
 
 
-def _check_names(registry: Registry, file: str, wish: Wish) -> None:
+def _check_names(registry: Registry, file: str, wish: Wish, given: Path | str) -> None:
+    """``given`` is the file as the user spells it."""
     plain_name(file, what="name of the artifact")
     tag = wish.tag
     if tag in registry.aliases:
@@ -105,7 +111,7 @@ def _check_names(registry: Registry, file: str, wish: Wish) -> None:
     earlier = registry.entries.get(tag)
     if earlier is None or wish.replace:
         return
-    again = f"ds4q registry add {shlex.join([file, '--tag', tag, '--force'])}"
+    again = f"ds4q registry add {shlex.join([str(given), '--tag', tag, '--force'])}"
     if earlier.repo:
         raise AddError(
             f"{tag!r} is what {earlier.repo} publishes",
@@ -158,11 +164,11 @@ def add(
 
     Raises
     ------
-    AddError : a name is taken, or a sidecar belongs to another trunk
-    ArtifactError, UnknownQuantError : the file is not sound, or nobody knows its quantization
+    AddError : a name is taken, the file is not sound, or a sidecar belongs to another trunk
+    ArtifactError, UnknownQuantError : no artifact, or nobody knows its quantization
     DocumentError : the registry at ``local`` cannot be read
     """
-    _check_names(registry, file.name, wish)
+    _check_names(registry, file.name, wish, file)
     earlier = registry.entries.get(wish.tag)
     described = _describe(file, wish, earlier, check_adapter, sha256)
     entry = described.entry
@@ -212,6 +218,8 @@ def _describe(
                 remedy="register its trunk: a draft beside it goes with it",
             )
         ours = own_metadata(reader)
+        quant = quant_for(file.name, ours)
+        _check_sound(reader)
         digest = sha256(file)
         reader.check_unchanged()
         entry: dict[str, Any] = {
@@ -221,7 +229,7 @@ def _describe(
             "size_bytes": reader.file_bytes,
             "size_gb": _rounded(reader.file_bytes / GB),
             "arch_id": reader.arch_id,
-            "quant": quant_for(file.name, ours),
+            "quant": quant,
         }
         if ours is not None and ours.get("recipe"):
             entry["quant_recipe"] = str(ours["recipe"])
@@ -255,6 +263,18 @@ def _describe(
                 described.warnings.append(f"{wish.adapter} has to lie beside {file} to be found")
         entry |= _said(entry, reader, wish, earlier)
     return described
+
+
+def _check_sound(reader: Reader) -> None:
+    """Refuse what can be seen to be broken without reading weights, before much is read."""
+    check = Check("structure")
+    check_structure(reader, check)
+    if not check.ok:
+        raise AddError(
+            f"the file is not sound: {check.lines()[0]}",
+            path=reader.path,
+            remedy=f"see ds4q verify {shlex.quote(str(reader.path))}",
+        )
 
 
 def _sidecar(path: Path, sha256: str) -> dict[str, Any]:

@@ -50,7 +50,9 @@ def load(origin: str | None, *, offline: bool = True) -> Registry:
 
 
 def open_store(folder: Path | None) -> Store:
-    """The folder that ``--models-dir`` names, or the usual one."""
+    """The folder that ``--models-dir`` names, or the usual one; it need not exist yet."""
     from ds4q.registry.store import Store, models_folder
 
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise click.BadParameter(f"{str(folder)!r} is not a folder", param_hint="--models-dir")
     return Store(models_folder() if folder is None else folder)

@@ -79,6 +79,40 @@ def test_add_dry_run_writes_nothing(file: Path, home: Path) -> None:
     assert not (home / "registry.json").exists()
 
 
+def test_add_dry_run_says_what_it_would_do(file: Path) -> None:
+    assert registry("add", file, "--dry-run").stdout.startswith("would register x: x.hfq, ")
+    assert registry("add", file).stdout.startswith("registered x: x.hfq, ")
+    result = registry("add", file, "--desc", "mine", "--dry-run")
+    assert result.stdout.startswith("would change (desc) x: ")
+    assert registry("add", file, "--dry-run").stdout.startswith("unchanged x: ")
+
+
+def test_add_advises_the_path_that_it_was_given(added: Path, tmp_path: Path) -> None:
+    other = made(tmp_path / "else where", "y.hfq", seed=1)
+    advised = f"ds4q registry add '{other}' --tag {TAG} --force"
+    assert refused("add", other, "--tag", TAG).endswith(advised)
+    result = quantize(tmp_path / "no", "-o", tmp_path / "z.hfq", "--register", TAG)
+    assert f"ds4q registry add {tmp_path / 'z.hfq'} --tag {TAG} --force" in result.stderr
+
+
+def test_add_refuses_what_verify_refuses(file: Path, home: Path) -> None:
+    with file.open("ab") as grown:
+        grown.write(bytes(5))
+    assert CliRunner().invoke(main, ["verify", str(file)]).exit_code == 1
+    line = refused("add", file, "-q")
+    assert line.startswith(f"{file}: the file is not sound: ")
+    assert line.endswith(f"see ds4q verify {file}")
+    assert not (home / "registry.json").exists()
+
+
+@pytest.mark.parametrize("words", [["add", "x.hfq"], ["list"], ["rm", "deepseek-v4-flash"]])
+def test_a_models_folder_that_is_a_file_is_called_so(words: list[str], added: Path) -> None:
+    words = [str(added) if word == "x.hfq" else word for word in words]
+    result = registry(*words, "--models-dir", added)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"'{added}' is not a folder" in result.stderr
+
+
 def test_add_says_where_models_are_looked_for(original: Path, home: Path) -> None:
     result = registry("add", original / "x.hfq")
     assert result.exit_code == 0
