@@ -14,7 +14,7 @@ from ds4q.artifact.receipt import SUFFIX
 from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile, fsync_folder
 from ds4q.registry.entries import Entry, Registry
 from ds4q.registry.errors import RegistryError, UnknownTagError
-from ds4q.registry.installed import companions, registered_files
+from ds4q.registry.installed import JOURNAL_SUFFIX, companions, registered_files
 from ds4q.registry.store import Store
 
 
@@ -45,8 +45,10 @@ class Removal:
 def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Removal:
     """What removing ``names`` (tags, aliases, names of files) together comes to.
 
-    A tag stands for the files that it registers. A file that no tag registers stands for itself and
-    for its companions by name (``companions``). What another installed tag names stays.
+    A tag stands for the files that it registers, and for what an unfinished download of them has
+    left: ``NAME.partial`` and its journal. One without a journal is no download's, and stays. A
+    file that no tag registers stands for itself and for its companions by name (``companions``).
+    What another installed tag names stays.
 
     Raises
     ------
@@ -54,7 +56,7 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
     RemovalError : a link, a folder or a device under one of the names
     LockedError : an unfinished file that another process is writing
     """
-    wanted: dict[str, None] = {}  # in order
+    wanted: dict[str, str] = {}  # in order: name -> the file whose tags may keep it
     leaving: set[str] = set()
     by_name = False
     named_by = registered_files(registry)
@@ -63,21 +65,22 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
             entry = registry.resolve(name)
         except UnknownTagError:
             if name in named_by:
-                wanted[name] = None  # a sidecar: for itself
+                wanted |= dict.fromkeys(_with_download(store, name), name)  # a sidecar: for itself
                 continue
             if store.size(name) is None:
                 raise
             by_name = True
-            wanted |= dict.fromkeys([*companions(name), name])
+            wanted |= {own: own for own in (*companions(name), name)}
         else:
             leaving.add(entry.tag)
-            wanted |= dict.fromkeys(_registered(entry))
+            for file in _registered(entry):
+                wanted |= dict.fromkeys(_with_download(store, file), file)
     kept, files = [], []
-    for name in wanted:
+    for name, whole in wanted.items():
         size = _removable(store, name)
         if size is None:
             continue
-        needed = [tag for tag in named_by.get(name, []) if tag not in leaving]
+        needed = [tag for tag in named_by.get(whole, []) if tag not in leaving]
         holder = next((tag for tag in needed if _installed(registry, store, tag)), None)
         if holder is None:
             files.append((name, size))
@@ -92,6 +95,13 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
 
 def _registered(entry: Entry) -> list[str]:
     return [*(sidecar.file for sidecar in entry.sidecars), entry.file]
+
+
+def _with_download(store: Store, file: str) -> list[str]:
+    """``file``, after what an unfinished download of it has left."""
+    partial = file + PARTIAL_SUFFIX
+    begun = store.size(partial + JOURNAL_SUFFIX) is not None
+    return [*companions(partial), partial, file] if begun else [file]
 
 
 def _installed(registry: Registry, store: Store, tag: str) -> bool:

@@ -62,12 +62,18 @@ def sign(artifact: Path, key: Path, out: Path) -> dict[str, str]:
 
     Raises
     ------
-    SigningError : the receipt is another file's, or the key cannot be used
+    SigningError : the receipt is not there or another file's, or the key cannot be used
     NoSigningError : model-signing is not installed
     ArtifactError, ReceiptError : not a sound artifact, or not a receipt
     """
     signing = _library("signing")
     receipt = receipt_path(artifact)
+    if artifact.exists() and not receipt.exists():
+        cure = (
+            "signing takes its digests: put the one that ds4q quantize wrote back beside the "
+            "artifact, or sign the file's own bytes with model_signing sign"
+        )
+        raise SigningError("the receipt is not there", path=receipt, remedy=cure)
     check = Check("receipt")
     with Reader(artifact) as reader:
         said = ReceiptDigests(check, read_receipt(receipt))

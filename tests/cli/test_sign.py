@@ -62,6 +62,19 @@ def test_a_changed_or_missing_signature_fails(artifact: Path, key: Path) -> None
     assert [check["name"] for check in document["checks"] if not check["ok"]] == ["signature"]
 
 
+def test_an_artifact_without_a_receipt_is_told_what_to_do(artifact: Path, key: Path) -> None:
+    receipt_path(artifact).unlink()
+    done = ds4q("sign", artifact, "--key", key)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert f"{artifact}.receipt: the receipt is not there; " in done.stderr
+    assert "ds4q quantize wrote" in done.stderr
+    assert "model_signing sign" in done.stderr
+    done = ds4q("sign", artifact.with_name("no.hfq"), "--key", key)
+    assert (
+        done.stderr == f"ds4q: error: {artifact.with_name('no.hfq')}: No such file or directory\n"
+    )
+
+
 def test_only_a_signature_is_replaced_and_only_on_demand(artifact: Path, key: Path) -> None:
     assert ds4q("sign", artifact, "--key", key).exit_code == 0
     first = Path(f"{artifact}.sig").read_bytes()

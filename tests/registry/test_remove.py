@@ -214,9 +214,39 @@ def test_an_abandoned_download_goes_by_its_name_unless_it_is_in_use(tmp_path: Pa
     holder = PartialFile(store.path("a.fp4"), 0)
     with pytest.raises(LockedError):
         plan_removal(shared(), store, ["a.fp4.partial"])
+    with pytest.raises(LockedError):
+        plan_removal(shared(), store, ["m:a"])
     holder.close()
-    assert gone(shared(), store, "m:a") == ["a.fp4"]
     assert gone(shared(), store, "a.fp4.partial") == ["a.fp4.partial.blocks", "a.fp4.partial"]
+
+
+def test_an_abandoned_download_goes_with_its_tag(tmp_path: Path) -> None:
+    begun = [f"{name}.partial{end}" for name in ("d", "a.fp4") for end in (".blocks", "")]
+    store = filled(tmp_path / "m", dict.fromkeys(begun, b"beginning"))
+    document = registry_of({"m:a": registered("a.fp4", b"aa", dspark=sidecar("d", b"d"))})
+    removal = plan_removal(document, store, ["m:a"])
+    assert removal.files == tuple((name, 9) for name in begun)
+    assert gone(document, store, "m:a") == begun
+    assert left(store) == set()
+
+
+def test_an_unfinished_job_of_the_same_name_stays(tmp_path: Path) -> None:
+    """Only a download keeps a journal; what a quantization has done so far is no part of a tag."""
+    store = filled(tmp_path / "m", {"a.fp4.partial": b"beginning", "a.fp4": b"aa"})
+    assert gone(shared(), store, "m:a") == ["a.fp4"]
+
+
+def test_a_download_that_another_installed_tag_needs_stays(tmp_path: Path) -> None:
+    files = {"d.partial": b"d", "d.partial.blocks": b"j", "a.fp4": b"aa", "b.fp4": b"bb"}
+    store = filled(tmp_path / "m", files)
+    document = registry_of(
+        {
+            f"m:{name}": registered(f"{name}.fp4", 2 * name.encode(), dspark=sidecar("d", b"d"))
+            for name in ("a", "b")
+        }
+    )
+    assert gone(document, store, "m:a") == ["a.fp4"]
+    assert gone(document, store, "m:b") == ["d.partial.blocks", "d.partial", "b.fp4"]
 
 
 @pytest.mark.parametrize("name", ["m:c", "../a.fp4", "/etc/hostname", "a"])
