@@ -13,7 +13,7 @@ from typing import Any
 from ds4q.registry import sources
 from ds4q.registry.errors import AmbiguousNameError, DocumentError, SourceError, UnknownTagError
 from ds4q.registry.rules import SIDECAR_KINDS, document_rules
-from ds4q.registry.schema import Problem, canonical, parse, schema_problems
+from ds4q.registry.schema import Problem, canonical, in_order, parse, schema_problems
 from ds4q.registry.sources import local_registry_path as local_registry_path
 
 SCHEMA_VERSION = 1
@@ -126,10 +126,10 @@ def check_document(raw: bytes, origin: str, *, beneath: Collection[str] = ()) ->
 
 
 def _problems(document: dict[str, Any], beneath: Collection[str] = ()) -> list[Problem]:
-    found = list(schema_problems(document, "document"))
+    found = schema_problems(document, "document")
     if not any(problem.fatal for problem in found):
         found += document_rules(document["models"], document.get("aliases", {}), beneath)
-    return found
+    return in_order(found, document)
 
 
 def read_document(raw: bytes, origin: str, *, beneath: Collection[str] = ()) -> Registry:
@@ -254,8 +254,17 @@ def load_registry(origin: str | None = None, *, offline: bool = False) -> Regist
     path = local_registry_path()
     if not path.exists():
         return base
-    raw = sources.read_file(str(path))
-    return _laid_over(base, read_document(raw, str(path), beneath=base.entries))
+    try:
+        raw = sources.read_file(str(path))
+        return _laid_over(base, read_document(raw, str(path), beneath=base.entries))
+    except (DocumentError, SourceError) as error:
+        raise type(error)(
+            error.what,
+            path=path,
+            expected=error.expected,
+            found=error.found,
+            remedy="this is your own registry: mend it, or move it away and add its tags again",
+        ) from None
 
 
 def update_registry(url: str | None = None) -> Registry:

@@ -72,7 +72,7 @@ def generate(
 def _read(path: Path, kind: Kind) -> dict[str, Any]:
     """A file that people or an earlier run wrote; unknown keys are errors there."""
     document = parse(read_file(str(path)), str(path))
-    if problems := list(schema_problems(document, kind)):
+    if problems := schema_problems(document, kind):
         raise GenerateError.of(problems, path)
     return document
 

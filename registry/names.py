@@ -34,14 +34,47 @@ ARTIFACT_SUFFIXES = frozenset(
 """What files with the magic ``HFQM`` are called: hipfire's suffixes, and ours."""
 
 
+UNFINISHED_SUFFIXES = (".partial", ".partial.blocks")
+"""How files of a download that is not done are called: what ``blocks.py`` keeps."""
+
+DOCUMENTS = frozenset({"registry.json", "registry.cache.json"})
+"""Names of registry documents, which a model of that name would replace."""
+
+_SPECIAL = frozenset('<>:"|?*')  # patterns, drives and streams, to shells and to other systems
+
+
 def plain_name(name: str, *, what: str, path: object = None) -> str:
-    """``name``, if it can only ever mean a file directly inside the folder that it is joined to.
+    """``name``, if a registry may give it to a file of the models folder.
 
     Parameters
     ----------
     name : from a registry, a server or a user
     what : what it names, for the message: ``"file of deepseek-v4-flash:fp4"``
     path : the document that holds it
+
+    Raises
+    ------
+    UnsafeNameError : as ``inner_name``; or it begins or ends with a space, holds one of
+        ``<>:"|?*``, or is that of an unfinished download or of a registry document
+    """
+    inner_name(name, what=what, path=path)
+    if name != name.strip():
+        fault = "begins or ends with a space"
+    elif special := sorted(_SPECIAL & set(name)):
+        fault = f"holds {special[0]!r}"
+    elif name.casefold().endswith(UNFINISHED_SUFFIXES):
+        fault = "is that of an unfinished download"
+    elif name.casefold() in DOCUMENTS:
+        fault = "is that of a registry document"
+    else:
+        return name
+    raise _unsafe(name, fault, what, path)
+
+
+def inner_name(name: str, *, what: str, path: object = None) -> str:
+    """``name``, if it can only ever mean a file directly inside the folder that it is joined to.
+
+    Parameters are those of ``plain_name``.
 
     Raises
     ------
@@ -62,4 +95,8 @@ def plain_name(name: str, *, what: str, path: object = None) -> str:
         fault = f"is longer than {MAX_NAME_BYTES} bytes"
     else:
         return name
-    raise UnsafeNameError(f"unsafe name: {what} {fault}", path=path, found=repr(name))
+    raise _unsafe(name, fault, what, path)
+
+
+def _unsafe(name: str, fault: str, what: str, path: object) -> UnsafeNameError:
+    return UnsafeNameError(f"unsafe name: {what} {fault}", path=path, found=repr(name))

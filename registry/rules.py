@@ -58,8 +58,8 @@ def identity_rules(
                 files[entry[kind]["file"]].append((tag, entry[kind]))
     for file, said in files.items():
         named = {file, aliases.get(file, file)} & models.keys()
-        if others := named - {tag for tag, _ in said}:
-            what = f"file {file!r} of {said[0][0]!r} is also a name of {others.pop()!r}"
+        if others := sorted(named - {tag for tag, _ in said}):
+            what = f"file {file!r} of {said[0][0]!r} is also a name of {others[0]!r}"
             yield Problem(("models", said[0][0], "file"), what, fatal=False)
         for key in ("size_bytes", "sha256"):
             values = {item[key]: tag for tag, item in said if item.get(key) is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -19,6 +19,7 @@ from ds4q.registry.errors import DocumentError
 
 MAX_DOCUMENT_BYTES = 4 << 20  # some 17,000 entries
 MAX_NESTING = 32  # far from where Python gives up
+_TYPES = {"object": "a JSON object", "string": "text"}  # where a schema has no words of its own
 _SHOWN = 100  # characters of a value in a message
 _CREDENTIALS = re.compile(r'://(?:[^"\\]|\\.)*@')  # inside one JSON string; a password may hold '/'
 _QUERY = re.compile(r'(?<=://)([^"?#\\]*)[?#](?:[^"\\]|\\.)*')
@@ -108,6 +109,25 @@ def canonical(document: Mapping[str, Any]) -> str:
     return text + "\n"
 
 
+def in_order(problems: Iterable[Problem], document: Mapping[str, Any]) -> list[Problem]:
+    """``problems`` as their places follow each other in ``document``."""
+
+    orders: dict[int, dict[str, int]] = {}  # of objects inside document, which keeps them alive
+
+    def place(problem: Problem) -> list[int]:
+        found, inner = [], document
+        for key in problem.where:
+            if not isinstance(inner, Mapping) or key not in inner:
+                break
+            if id(inner) not in orders:
+                orders[id(inner)] = {name: number for number, name in enumerate(inner)}
+            found.append(orders[id(inner)][key])
+            inner = inner[key]
+        return found
+
+    return sorted(problems, key=place)
+
+
 @cache
 def _schema() -> dict[str, Any]:
     text = resources.files("ds4q.registry").joinpath("schema.json").read_text("utf-8")
@@ -115,8 +135,12 @@ def _schema() -> dict[str, Any]:
     return parsed
 
 
-def schema_problems(document: dict[str, Any], kind: Kind) -> Iterator[Problem]:
-    """What ``schema.json`` says against ``document``; unknown keys are not fatal."""
+def schema_problems(document: dict[str, Any], kind: Kind) -> list[Problem]:
+    """What ``schema.json`` says against ``document``, in its order; unknown keys are not fatal."""
+    return in_order(_schema_problems(document, kind), document)
+
+
+def _schema_problems(document: dict[str, Any], kind: Kind) -> Iterator[Problem]:
     from jsonschema import Draft202012Validator  # 0.1 s that only a look at a document has to pay
 
     validator = Draft202012Validator(_schema())
@@ -125,10 +149,11 @@ def schema_problems(document: dict[str, Any], kind: Kind) -> Iterator[Problem]:
     for error in validator.iter_errors(document):
         where = tuple(str(part) for part in error.absolute_path)
         if error.validator == "additionalProperties":
-            for key in error.instance.keys() - error.schema["properties"].keys():
-                yield Problem((*where, key), "unknown key", fatal=False)
+            for key in error.instance:
+                if key not in error.schema["properties"]:
+                    yield Problem((*where, key), "unknown key", fatal=False)
         elif error.validator == "required":
             yield Problem(where, error.message)
         else:
-            expected = error.schema.get("description", error.message)
+            expected = error.schema.get("description") or _TYPES[error.schema["type"]]
             yield Problem(where, "bad value", expected, shown(error.instance))

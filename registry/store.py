@@ -19,7 +19,7 @@ from ds4q.artifact.hfq import U8, pread_all
 from ds4q.artifact.report import Failure
 from ds4q.registry.entries import Entry, Sidecar
 from ds4q.registry.errors import RegistryError
-from ds4q.registry.names import plain_name
+from ds4q.registry.names import inner_name
 from ds4q.registry.sources import home_folder
 
 NOTES = ".verified"  # begins with a dot: no registered file can be called so
@@ -61,7 +61,7 @@ class Store:
         ------
         UnsafeNameError : a name that would lead out of the folder
         """
-        return self.folder / plain_name(name, what="name of a model file", path=self.folder)
+        return self.folder / inner_name(name, what="name of a model file", path=self.folder)
 
     def size(self, name: str) -> int | None:
         """Bytes of a file that is there; None where there is none."""

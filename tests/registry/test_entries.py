@@ -362,4 +362,19 @@ def test_the_users_own_document_lies_over_the_bundled_one(home: Path) -> None:
 
 def test_a_broken_document_of_the_users_own_is_never_passed_over(home: Path) -> None:
     local_registry_path().write_bytes(b"{")
-    check_refused(DocumentError, load_registry, path=home / "registry.json", says=["not JSON"])
+    path = home / "registry.json"
+    check_refused(DocumentError, load_registry, path=path, says=["not JSON", "move it away"])
+    path.write_bytes(raw(document({"my:fp4": None})))
+    said = ["my:fp4: bad value: expected a JSON object, found null", "move it away"]
+    check_refused(DocumentError, load_registry, path=path, says=said)
+    path.unlink()
+    path.mkdir()
+    check_refused(SourceError, load_registry, path=path, says=["not a regular", "move it away"])
+
+
+def test_names_that_download_and_document_need_are_refused() -> None:
+    for name in (" ", "x.partial", "x.partial.blocks", "*.hfq", "C:x.hfq", "registry.json"):
+        bad = raw(document({"m": entry(file=name)}))
+        check_refused(
+            DocumentError, partial(read_document, bad, "r.json"), says=["m: file: unsafe"]
+        )

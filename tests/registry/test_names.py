@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4q.registry import installed
+from ds4q.registry.entries import Registry
 from ds4q.registry.errors import UnsafeNameError
-from ds4q.registry.names import ARTIFACT_SUFFIXES, MAX_NAME_BYTES, plain_name
+from ds4q.registry.names import (
+    ARTIFACT_SUFFIXES,
+    MAX_NAME_BYTES,
+    UNFINISHED_SUFFIXES,
+    inner_name,
+    plain_name,
+)
+from ds4q.registry.store import Store
 from tests.checks import check_refused
 
 UNSAFE = {
@@ -26,6 +35,18 @@ UNSAFE = {
     "a\nb": "does not print",
     "a\ud800": "does not print",
     "\u202egnp.hfq": "does not print",
+    " ": "begins or ends with a space",
+    " x.hfq": "begins or ends with a space",
+    "x.hfq ": "begins or ends with a space",
+    "*.hfq": "holds '*'",
+    "C:x.hfq": "holds ':'",
+    "a?b": "holds '?'",
+    "x.partial": "unfinished download",
+    "x.partial.blocks": "unfinished download",
+    "X.PARTIAL": "unfinished download",
+    "registry.json": "registry document",
+    "Registry.JSON": "registry document",
+    "registry.cache.json": "registry document",
     "é" * 128: f"longer than {MAX_NAME_BYTES} bytes",
 }
 
@@ -38,6 +59,16 @@ def test_a_name_that_could_leave_its_folder_is_refused(name: str, says: str) -> 
         path="registry.json",
         says=["unsafe name", "file of x:fp4", says],
     )
+
+
+def test_what_lies_in_a_folder_may_be_called_as_no_registered_file_is(tmp_path: Path) -> None:
+    names = ["registry.json", "a:b.hfq", " ", *("x" + suffix for suffix in UNFINISHED_SUFFIXES)]
+    for name in names:
+        assert inner_name(name, what="file") == name
+        (tmp_path / name).write_bytes(b"HFQM")
+    assert UNFINISHED_SUFFIXES == installed.UNFINISHED
+    found = installed.strays(Registry({}, {}, "", "a test"), Store(tmp_path))
+    assert [stray.file for stray in found] == [" ", "a:b.hfq", "registry.json"]
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash-0731.fp4", "a b.hfq", "é" * 127, "-x", "x~"])

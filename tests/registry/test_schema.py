@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from ds4q.registry.errors import DocumentError
 from ds4q.registry.rules import SIDECAR_KINDS
-from ds4q.registry.schema import MAX_DOCUMENT_BYTES, canonical, parse, schema_problems
+from ds4q.registry.schema import MAX_DOCUMENT_BYTES, canonical, parse, schema_problems, shown
 from tests.checks import check_refused
 from tests.registry.documents import SHA_A, document, entry, raw
 
@@ -126,6 +126,8 @@ def test_a_bad_value_is_told_by_tag_and_key(key: str, value: Any) -> None:
         (lambda d: d["models"].update({"x:": entry()}), 'found "x:"'),
         (lambda d: d["models"].update({"../x": entry()}), 'found "../x"'),
         (lambda d: d["models"].update(x=5), "x: bad value"),
+        (lambda d: d["models"].update(x=None), "x: bad value: expected a JSON object, found null"),
+        (lambda d: d.update(_comment=[]), "_comment: bad value: expected text, found []"),
         (lambda d: d["aliases"].update({"": "x"}), "aliases: bad value"),
         (lambda d: d["aliases"].update(ds4=5), "aliases: ds4: bad value: expected a tag"),
     ],
@@ -137,6 +139,35 @@ def test_a_document_of_another_shape_is_told(
     change(broken)
     problems = list(schema_problems(broken, "document"))
     assert any(says in str(problem) and problem.fatal for problem in problems), problems
+
+
+def test_problems_are_told_in_the_order_of_the_document() -> None:
+    tags = [f"{letter}:x" for letter in "fbdaec"]
+    faults: list[dict[str, Any]] = [{"file": "../x"}, {"repo": 5}, {"odd": 1}]
+    models = {tag: entry(**faults[number % 3]) for number, tag in enumerate(tags)}
+    problems = schema_problems(document(models), "document")
+    assert [problem.where[1] for problem in problems] == tags
+    odd = [f"odd{letter}" for letter in "fbdaec"]
+    problems = schema_problems(document() | dict.fromkeys(odd, 1), "document")
+    assert [problem.where for problem in problems] == [(key,) for key in odd]
+
+
+def test_a_secret_in_a_url_is_not_shown() -> None:
+    url = "http://user:hun/t@er2@host/x?token=SECRET"
+    assert shown({"a": [url, "file:///x#f"]}) == '{"a": ["http://host/x", "file:///x"]}'
+    assert shown('say "http://host/x" twice?') == r'"say \"http://host/x\" twice?"'
+
+
+def test_every_part_of_the_schema_has_words_of_its_own() -> None:
+    def parts(value: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(value, dict):
+            yield from [value] if isinstance(value.get("type"), str | list) else []
+            value = list(value.values())
+        for inner in value if isinstance(value, list) else []:
+            yield from parts(inner)
+
+    known = [part for part in parts(SCHEMA) if "description" not in part]
+    assert {part["type"] for part in known} == {"object", "string"}
 
 
 def test_unknown_keys_are_told_apart_wherever_they_are() -> None:
