@@ -348,9 +348,9 @@ def rm(
 
     Example: ds4q registry rm deepseek-v4-flash:mq2r
 
-    Exactly the files that the tag registers go: trunk, receipt, drafts, adapter. What another
-    installed tag names, too, stays. TAG may also be the name of a file that no tag registers; then
-    the files that are its own by name go with it.
+    Exactly the files that the tag registers go: trunk, receipt, drafts, adapter, and what an
+    unfinished download of them left. What another installed tag names, too, stays. TAG may also be
+    the name of a file that no tag registers; then the files that are its own by name go with it.
     """
     from ds4q.registry.remove import plan_removal, remove
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ds4q.artifact.codings import VARIANTS, Codings
@@ -97,7 +98,11 @@ def plan_gguf(
         left_out[NOT_ASKED_FOR] = sum(not is_expert(entry) for entry in chosen)
         chosen = [entry for entry in chosen if is_expert(entry)]
     elif (reader.metadata.get("ds4q") or {}).get("partial"):
-        remedy = "quantize the whole model, or give --only experts"
+        remedy = "quantize the whole model"
+        experts = [entry for entry in chosen if is_expert(entry)]
+        with suppress(ExportError):
+            if _wanted(experts, dims.experts or 0, reader.path):
+                remedy += ", or give --only experts"
         raise ExportError("this is only a part of a model", path=reader.path, remedy=remedy)
     wanted = _wanted(chosen, dims.experts or 0, reader.path)
     warnings: list[str] = []

@@ -69,7 +69,8 @@ def plan_safetensors(reader: Reader, name: str, *, only_experts: bool) -> Export
         entries = [entry for entry in entries if is_expert(entry)]
     if not entries:
         raise ExportError("there is no tensor to export", path=reader.path)
-    converts = {entry.name: _convert_of(entry, reader.path) for entry in entries}
+    others_only = not only_experts and _experts_fit(entries)
+    converts = {entry.name: _convert_of(entry, reader.path, others_only) for entry in entries}
     single = name.endswith(SUFFIX)
     groups: dict[tuple[int, int], list[_Held]] = {}
     for entry in entries:
@@ -102,7 +103,14 @@ def plan_safetensors(reader: Reader, name: str, *, only_experts: bool) -> Export
     return ExportPlan(not single, tuple(files), moves, tensors, left_out)
 
 
-def _convert_of(entry: TensorEntry, path: object) -> Convert:
+def _experts_fit(entries: Iterable[TensorEntry]) -> bool:
+    """Whether there are experts, each of a type that the checkpoint has."""
+    kinds = {TYPES[entry.type_id] for entry in entries if is_expert(entry)}
+    return bool(kinds) and kinds <= {HFP4G32, *_AS_THEY_ARE}
+
+
+def _convert_of(entry: TensorEntry, path: object, others_only: bool) -> Convert:
+    """``others_only``: what is refused can be left out, as every expert can be exported."""
     kind = TYPES[entry.type_id]
     if kind is HFP4G32 and is_expert(entry):
         return convert.fp4_source
@@ -113,7 +121,9 @@ def _convert_of(entry: TensorEntry, path: object) -> Convert:
     if is_expert(entry):
         remedy = "export an artifact of a recipe that keeps experts as they are, as fp4"
     else:
-        remedy = "give --only experts, or export an artifact of the lossless recipe fp4"
+        remedy = "export an artifact of the lossless recipe fp4"
+        if others_only:
+            remedy = f"give --only experts, or {remedy}"
     raise ExportError(
         f"a tensor of type {kind.name} does not hold the checkpoint's bytes",
         path=path,

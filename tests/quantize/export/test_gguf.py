@@ -379,6 +379,16 @@ def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
     check_tensors(Gguf(tmp_path / "x.gguf"), file, only="_exps")
 
 
+def test_what_would_be_refused_as_well_is_not_advised(small_source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "x.hfq"
+    models.run(small_source, file, recipe="budget", target_bpw=3.0, variant_107="affine")
+    with pytest.raises(ExportError, match="only a part of a model") as refused:
+        api.export(file, tmp_path / "x.gguf", to="gguf", variant_107="affine")
+    assert "--only experts" not in str(refused.value)
+    with pytest.raises(ExportError, match="differ in type"):
+        api.export(file, tmp_path / "x.gguf", to="gguf", only_experts=True, variant_107="affine")
+
+
 def test_experts_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
     without = ("layers.1.ffn.experts.0.w2", "layers.1.ffn.experts.2.w2")
     source = small.write(tmp_path / "m", without=without)

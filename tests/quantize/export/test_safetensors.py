@@ -123,7 +123,7 @@ def test_fp4_where_a_checkpoint_has_none_is_refused(small_artifact: Path) -> Non
         entry = reader.entry("layers.0.ffn.experts.0.w1.weight")
     check_refused(
         ExportError,
-        lambda: _convert_of(replace(entry, name="layers.0.attn.wq_a.weight"), "x.hfq"),
+        lambda: _convert_of(replace(entry, name="layers.0.attn.wq_a.weight"), "x.hfq", True),
         tensor="layers.0.attn.wq_a.weight",
         says=["HFP4G32", "--only experts"],
     )
@@ -199,6 +199,19 @@ def test_rounded_dense_tensors_are_refused_and_can_be_left_out(tmp_path: Path) -
     done = api.export(file, tmp_path / "out", to="safetensors", only_experts=True)
     assert done.plan.left_out == {"not an expert's": 114}
     assert read(tmp_path / "out") == experts(source_tensors(TINY))
+
+
+@pytest.mark.parametrize("recipe", ["mix", "budget"])
+def test_what_would_be_refused_as_well_is_not_advised(tmp_path: Path, recipe: str) -> None:
+    file, out = tmp_path / "x.hfq", tmp_path / "out"
+    options: dict[str, Any] = {"target_bpw": 3.0} if recipe == "budget" else {}
+    api.quantize(TINY, file, recipe=recipe, warn=lambda line: None, **options)
+    with pytest.raises(ExportError, match="does not hold") as refused:
+        api.export(file, out, to="safetensors")
+    assert refused.value.tensor == "embed.weight"
+    assert "--only experts" not in str(refused.value)
+    with pytest.raises(ExportError, match="does not hold"):
+        api.export(file, out, to="safetensors", only_experts=True)
 
 
 def test_an_artifact_without_experts_has_none_to_export(tmp_path: Path) -> None:
