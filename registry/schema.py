@@ -21,6 +21,7 @@ MAX_DOCUMENT_BYTES = 4 << 20  # some 17,000 entries
 MAX_NESTING = 32  # far from where Python gives up
 _TYPES = {"object": "a JSON object", "string": "text"}  # where a schema has no words of its own
 _SHOWN = 100  # characters of a value in a message
+_LOOKED_AT = 2048  # bytes of what is no JSON: no URL is longer
 _CREDENTIALS = re.compile(r'://(?:[^"\\]|\\.)*@')  # inside one JSON string; a password may hold '/'
 _QUERY = re.compile(r'(?<=://)([^"?#\\]*)[?#](?:[^"\\]|\\.)*')
 
@@ -46,7 +47,7 @@ class Problem:
     @property
     def key(self) -> str:
         """``where`` for people; tags hold dots, so the parts are joined by ``: ``."""
-        return ": ".join(self.where).removeprefix("models: ")
+        return _without_secrets(": ".join(self.where).removeprefix("models: "))
 
     def __str__(self) -> str:
         parts = [f"expected {self.expected}"] if self.expected else []
@@ -55,9 +56,13 @@ class Problem:
         return f"{text}: {', '.join(parts)}" if parts else text
 
 
+def _without_secrets(text: str) -> str:
+    return _QUERY.sub(r"\1", _CREDENTIALS.sub("://", text))
+
+
 def shown(value: Any) -> str:
     """``value`` as JSON has it, cut to what fits a message; URLs without what may be a secret."""
-    text = _QUERY.sub(r"\1", _CREDENTIALS.sub("://", json.dumps(value, ensure_ascii=False)))
+    text = _without_secrets(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
@@ -87,7 +92,9 @@ def parse(raw: bytes, origin: str) -> dict[str, Any]:
     except DocumentError:
         raise
     except (ValueError, RecursionError) as error:  # also what json and the codecs raise
-        begins = repr(raw[:40])[1:]
+        begins = repr(_without_secrets(raw[:_LOOKED_AT].decode("latin-1")).encode("latin-1")[:40])[
+            1:
+        ]
         raise DocumentError(f"not JSON ({error})", path=origin, found=f"{begins}...") from None
     if not isinstance(parsed, dict):
         raise DocumentError("not a JSON object", path=origin, found=f"{raw[:40]!r}"[1:])

@@ -155,6 +155,11 @@ def test_problems_are_told_in_the_order_of_the_document() -> None:
 def test_a_secret_in_a_url_is_not_shown() -> None:
     url = "http://user:hun/t@er2@host/x?token=SECRET"
     assert shown({"a": [url, "file:///x#f"]}) == '{"a": ["http://host/x", "file:///x"]}'
+    (odd,) = schema_problems(document() | {url: SHA_A}, "document")
+    assert str(odd) == "http://host/x: unknown key"
+    with pytest.raises(DocumentError, match='http://host/x":') as refused:
+        parse(f'{{"{url}":'.encode(), "r.json")
+    assert "er2" not in str(refused.value)
     assert shown('say "http://host/x" twice?') == r'"say \"http://host/x\" twice?"'
 
 
