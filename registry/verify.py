@@ -53,13 +53,12 @@ def check_registry(check: Check, origin: str | None = None) -> None:
     """
     url = sources.configured() if origin is None else origin
     copy = None if url is None else sources.last_copy(url)
+    name = "" if url is None else sources.words_for(url)
     base = None
     if copy is not None:
-        base = _check_text(
-            canonical(copy.document).encode(), f"copy of {sources.words_for(url)}", check
-        )
+        base = _check_text(canonical(copy.document).encode(), f"copy of {name}", check)
     elif url is not None and not sources.is_remote(url):
-        base = _check_text(sources.read_file(url), sources.words_for(url), check)
+        base = _check_text(sources.read_file(url), name, check)
     elif origin is None:
         base = _check_text(sources.bundled(), sources.BUNDLED, check)
     local = sources.local_registry_path()
