@@ -34,7 +34,10 @@ from ds4q.cli.common import (
 from ds4q.hipkern import library
 from ds4q.hipkern.probe import HipReport, probe
 
-PACKAGES = ("click", "rich", "numpy", "numba", "xxhash", "zstandard", "tokenizers")
+PACKAGES = (
+    "click", "jsonschema", "rich", "numpy", "numba", "xxhash", "zstandard", "tokenizers",
+    "huggingface_hub",
+)  # fmt: skip
 """What ds4q imports from others: the ``dependencies`` of pyproject.toml."""
 
 HIP_PACKAGES = ("hip-python", "ziglang")

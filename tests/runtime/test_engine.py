@@ -325,7 +325,7 @@ def test_part_of_a_model_is_refused(
     tmp_path: Path, tensors: dict[str, Packed], monkeypatch: pytest.MonkeyPatch, partial: Any
 ) -> None:
     # Sealing the metadata is the writer's business; what the engine makes of it is the subject.
-    monkeypatch.setattr(Reader, "_check_front_digests", lambda self: None)
+    monkeypatch.setattr(Reader, "_check_front_digests", lambda self, parsed: None)
     path = write(tmp_path / "m.hfq", config_of(RANDOM), tensors, ds4q={"partial": partial})
     check_refused(RunError, lambda: Engine.load(path, threads=1), path=path, says=["part"])
     whole = write(tmp_path / "whole.hfq", config_of(RANDOM), tensors, ds4q={"recipe": "fp4"})
