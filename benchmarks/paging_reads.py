@@ -39,7 +39,7 @@ from ds4q.artifact.writer import TensorSpec, layout
 from ds4q.runtime.config import parse_config
 from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.digests import Digests
-from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose, Run, runs
+from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose, Run, helpers_for, runs
 from ds4q.runtime.experts.slots import HostSlots
 from ds4q.runtime.experts.transform import WidthSlice
 from ds4q.runtime.experts.transport import HostTransport
@@ -157,7 +157,11 @@ class Ours:
         transform = WidthSlice(0, ranks) if ranks > 1 else None
         self.catalogue = Catalogue(config, Tensors(reader), path=reader.path, transform=transform)
         experts = ExpertReader(
-            reader, self.catalogue, digests=digests, bounces=0 if transform else threads
+            reader,
+            self.catalogue,
+            digests=digests,
+            bounces=0 if transform else threads,
+            helpers=helpers_for(threads),
         )
         slots = HostSlots(self.catalogue.geometry, [SLOTS])
         self.transport = HostTransport(self.catalogue, experts, slots, threads=threads)
