@@ -107,7 +107,7 @@ class ExpertCache:
             self._plan = plan = Plan(owned, none, resident=False)
         resident = plan.resident and options.owner is None
         if options.require_receipt or (options.check_reads and not resident):
-            self._digests = Digests.of(self._reader, self.notes, require=options.require_receipt)
+            self._digests = self._setup.digests(self._reader)
         if resident:
             if options.trace is not None:
                 raise untraceable("all of them fit: give a smaller --expert-cache")

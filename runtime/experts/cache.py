@@ -214,7 +214,7 @@ class _Opening:
             store = self._paged(plan)
         else:
             if self.options.require_receipt:  # there is nothing to check, but it was asked for
-                self.digests = Digests.of(self.reader, self.notes, require=True)
+                self.digests = self.setup.digests(self.reader)
             store = self._resident()
             if plan is not None:
                 self.notes.append(f"all {plan.slots} experts of every layer fit: paging is off")
@@ -236,8 +236,7 @@ class _Opening:
     def _paged(self, plan: Plan) -> PagedExperts:
         options, catalogue, notes = self.options, self.catalogue, self.notes
         if options.check_reads:
-            self.digests = Digests.of(self.reader, notes, require=options.require_receipt)
-            self.stack.callback(self.digests.settle)  # it reads the receipt until then
+            self.digests = self.setup.digests(self.reader)
         self.laps.lap("audit")
         catalogue.bind(self.source)
         self.laps.lap("tables")

@@ -16,6 +16,7 @@ from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.adapter import Adapter, read_adapter
 from ds4q.runtime.experts.catalogue import Catalogue
+from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.header import Header
 from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.options import CacheOptions
@@ -92,6 +93,15 @@ class Setup:
                 found=f"{budget:,} bytes",
                 remedy="give more, or page them: leave out --cold none",
             )
+
+    def digests(self, reader: Reader) -> Digests:
+        """Those of the artifact's receipt; nothing reads it any more once the stack is closed.
+
+        Raises ``ReceiptError`` where there is none, and one is required.
+        """
+        digests = Digests.of(reader, self.notes, require=self.options.require_receipt)
+        self._stack.callback(digests.settle)
+        return digests
 
     def record(self, catalogue: Catalogue, plan: Plan | None) -> None:
         """Begin the trace, if there is to be one; ``plan`` is None where nothing is paged."""
