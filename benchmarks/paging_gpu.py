@@ -279,7 +279,6 @@ class Bench:
 
     def prefetch(self, slots: int, hit: Run, ids: Sequence[int], adapter: Adapter) -> None:
         """Steps with few slots, by what is read ahead; all at the same memory."""
-        expert_cache.THREADS = self.options.threads
         trace, top = self.folder / f"run{slots}.trace", self.options.top
         cache = CacheOptions(
             slots=slots,
@@ -431,7 +430,6 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[13, 64], help="of a layer")
     parser.add_argument("--tokens", type=int, default=128, help="timed steps")
     parser.add_argument("--fit", type=int, default=8192, help="tokens of the adapter's fit")
-    parser.add_argument("--threads", type=int, default=expert_cache.THREADS, help="that read")
     parser.add_argument("--top", type=int, default=6, help="guesses of the adapter")
     parser.add_argument(
         "--cold", action="store_true", help="drop the model from the page cache before each run"

@@ -31,10 +31,8 @@ from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.plan import Plan, plan_slots
-from ds4q.runtime.experts.reading import ExpertReader, helpers_for
+from ds4q.runtime.experts.reading import FILLERS, READS, ExpertReader, helpers_for
 from ds4q.runtime.experts.setup import Setup
-
-THREADS = 4  # that read and copy
 
 
 def untraceable(remedy: str) -> CacheError:
@@ -185,12 +183,12 @@ class ExpertCache:
             self._reader,
             self.catalogue,
             digests=self._digests,
-            helpers=helpers_for(THREADS),
+            helpers=helpers_for(READS),
             legal=self._tensors.check_whole if self._options.check_reads else None,
         )
         self._stack.callback(files.close)
         self.notes += files.notes
-        transport = DeviceTransport(self.catalogue, files, self.pools, device, threads=THREADS)
+        transport = DeviceTransport(self.catalogue, files, self.pools, device, threads=FILLERS)
         self._stack.callback(transport.close)
         return transport, self._setup.pager(self.catalogue, plan, transport)
 

@@ -30,7 +30,7 @@ class DeviceTransport:
     Parameters
     ----------
     reader : closed with the transport
-    threads : reads and copies at a time
+    threads : fills at a time; the reader limits how many of them read
 
     Attributes
     ----------

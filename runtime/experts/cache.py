@@ -20,7 +20,7 @@ from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.paged import PagedExperts
 from ds4q.runtime.experts.plan import Plan, plan_slots
-from ds4q.runtime.experts.reading import ExpertReader, helpers_for
+from ds4q.runtime.experts.reading import FILLERS, READS, ExpertReader, helpers_for
 from ds4q.runtime.experts.recorded import RecordedExperts
 from ds4q.runtime.experts.resident import OwnedExperts, ResidentExperts
 from ds4q.runtime.experts.setup import Setup
@@ -35,8 +35,6 @@ from ds4q.runtime.source import ArtifactSource
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
-
-READ_THREADS = 4  # more were slower on every disk tried upstream (hipfire)
 
 
 class ExpertCache:
@@ -192,7 +190,7 @@ class _Opening:
         options, catalogue, ownership = self.options, self.catalogue, self.setup.ownership
         if options.paged:
             dense_bytes = sum(e.nbytes for e in self.reader.tensors.values()) - catalogue.file_bytes
-            staging_bytes = READ_THREADS * max(record.nbytes for record in catalogue)
+            staging_bytes = FILLERS * max(record.nbytes for record in catalogue)
             self.plan = plan_slots(
                 catalogue,
                 self.config,
@@ -246,18 +244,18 @@ class _Opening:
             catalogue,
             digests=self.digests,
             legal=self.source.check_whole if options.check_reads else None,
-            bounces=READ_THREADS,
-            helpers=helpers_for(READ_THREADS),
+            bounces=FILLERS,
+            helpers=helpers_for(READS),
         )
         self.stack.callback(files.close)
         by_layer = zip(plan.counts, catalogue.geometry, strict=True)
         self.memory = {
             "slots_bytes": sum(count * layer.nbytes for count, layer in by_layer),
             "wasted_bytes": catalogue.wasted_bytes(plan.slots),
-            "staging_bytes": READ_THREADS * files.staging_bytes,
+            "staging_bytes": FILLERS * files.staging_bytes,
         }
         notes += files.notes
-        transport = HostTransport(catalogue, files, slots, threads=READ_THREADS)
+        transport = HostTransport(catalogue, files, slots, threads=FILLERS)
         pager = self.setup.pager(catalogue, plan, transport)
         self.laps.lap("pools")
         store = PagedExperts(

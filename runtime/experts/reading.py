@@ -14,10 +14,9 @@ import os
 import queue
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate, count
+from itertools import count
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,13 +27,15 @@ from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.runtime.errors import ExpertReadError
 from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
+from ds4q.runtime.experts.latencies import Latencies
 from ds4q.runtime.experts.transform import Parts
 
 U8 = npt.NDArray[np.uint8]
 PAGE = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
+READS = 4  # of a disk at a time: more were slower on every disk tried upstream (hipfire)
+FILLERS = READS + 2  # threads that fill slots: so many read while two copy what they have read
 _PROBES = 16  # pages of an expert that must all be cached for a buffered read
 _GOLDEN = 0.6180339887498949
-_EDGES_US = tuple(1.05**i for i in range(420))  # to about 13 minutes
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # of O_DIRECT or RWF_NOWAIT by a file system
 
 
@@ -104,9 +105,9 @@ def runs(record: Record) -> Iterator[Run]:
             first = last
 
 
-def helpers_for(threads: int) -> int:
-    """Helpers beside so many readers: two each, as far as there are processors."""
-    return min(2 * threads, len(os.sched_getaffinity(0)) - 1)
+def helpers_for(reads: int) -> int:
+    """Helpers beside so many reads: two each, as far as there are processors."""
+    return min(2 * reads, len(os.sched_getaffinity(0)) - 1)
 
 
 def staging_bytes(record: Record) -> int:
@@ -116,27 +117,6 @@ def staging_bytes(record: Record) -> int:
     before the buffer's first page is left free.
     """
     return record.nbytes + 7 * PAGE
-
-
-class Latencies:
-    """Percentiles of any number of durations in fixed memory, to within 5 %."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_EDGES_US) + 1)
-        self.total_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count one duration."""
-        self.total_s += seconds
-        self._counts[bisect_left(_EDGES_US, seconds * 1e6)] += 1
-
-    def percentile_us(self, percent: float) -> int:
-        """Microseconds that ``percent`` of the durations do not exceed; 0 where there are none."""
-        reached = list(accumulate(self._counts))
-        if not reached[-1]:
-            return 0
-        edge = bisect_left(reached, reached[-1] * percent / 100)
-        return round(_EDGES_US[min(edge, len(_EDGES_US) - 1)])
 
 
 class ExpertReader:
@@ -149,6 +129,7 @@ class ExpertReader:
     digests : compared with every expert that is read; None: nothing is compared
     legal : called with every tensor, and its bytes, that no digest vouches for; raises what it
         refuses. None: such bytes are believed
+    reads : made at a time; threads beyond them copy and compare what they have read meanwhile
     bounces : buffers for ``read``; more threads than that wait for each other
     helpers : threads beyond a caller's own that its matrices are read and compared by
 
@@ -169,6 +150,7 @@ class ExpertReader:
         *,
         digests: Digests | None = None,
         legal: Callable[[TensorEntry, U8], None] | None = None,
+        reads: int = READS,
         bounces: int = 0,
         helpers: int = 0,
     ) -> None:
@@ -191,6 +173,7 @@ class ExpertReader:
             ),
             0,
         )
+        self._reads = threading.BoundedSemaphore(reads)
         self._turn = count()
         self._refused = False  # O_DIRECT
         self._direct = self._buffered = self._probe = -1
@@ -218,14 +201,15 @@ class ExpertReader:
         ExpertDigestError : the bytes are not those that the receipt tells
         PayloadValueError : no receipt tells, and the type forbids them
         """
-        started = time.perf_counter()
         parts = (gate, up, down)
         if self._refused or self._cached(record):
-            self._take_buffered(record, parts, started)
+            self._take_buffered(record, parts)
             return
         bounce = self._bounces.get()
         try:
-            staged, reads = self._read_direct(record, bounce)
+            with self._reads:
+                started = time.perf_counter()
+                staged, reads = self._read_direct(record, bounce)
             self._finish(record, parts, started, reads, lambda n: np.copyto(parts[n], staged[n]))
         finally:
             self._bounces.put(bounce)
@@ -249,12 +233,13 @@ class ExpertReader:
         ------
         as ``read``, or what ``begin`` raises; then it may have been called for some matrices
         """
-        started = time.perf_counter()
         if self._refused or self._cached(record):
             parts = _views(record, staging)
-            self._take_buffered(record, parts, started, begin)
+            self._take_buffered(record, parts, begin)
             return parts
-        parts, reads = self._read_direct(record, staging)
+        with self._reads:
+            started = time.perf_counter()
+            parts, reads = self._read_direct(record, staging)
 
         def first(n: int) -> None:
             if begin is not None:
@@ -340,7 +325,6 @@ class ExpertReader:
         self,
         record: Record,
         parts: Parts,
-        started: float,
         begin: Callable[[int, U8], None] | None = None,
     ) -> None:
         """Through the page cache: helpers share a read, a matrix each.
@@ -349,9 +333,6 @@ class ExpertReader:
         three.
         """
         whole = list(runs(record))
-        if self._helpers is None:
-            for run in whole:
-                self._scatter(run, [parts[record.entries.index(entry)] for entry in run.entries])
 
         def first(n: int) -> None:
             entry = record.entries[n]
@@ -363,7 +344,13 @@ class ExpertReader:
             if begin is not None:
                 begin(n, parts[n])
 
-        self._finish(record, parts, started, len(whole), first)
+        with self._reads:
+            started = time.perf_counter()
+            if self._helpers is None:
+                for run in whole:
+                    into = [parts[record.entries.index(entry)] for entry in run.entries]
+                    self._scatter(run, into)
+            self._finish(record, parts, started, len(whole), first)
 
     def _scatter(self, run: Run, parts: Sequence[U8], counts: bool = True) -> None:
         """One buffered read into the buffers of its tensors; ``counts``: not a part of another."""

@@ -35,7 +35,7 @@ class HostTransport:
     Parameters
     ----------
     reader : closed with the transport; with ``threads`` bounces where there is no transform
-    threads : reads at a time
+    threads : fills at a time; the reader limits how many of them read
     """
 
     def __init__(

@@ -179,7 +179,7 @@ def staging_reused_early(patch: pytest.MonkeyPatch) -> None:
 
 def resident_before_the_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transport._Lane, "_await_copy", lambda self: 0.0)
-    patch.setattr(expert_cache, "THREADS", 1)  # so that no other read comes in between
+    patch.setattr(expert_cache, "FILLERS", 1)  # so that no other read comes in between
 
 
 def slots_given_back_early(patch: pytest.MonkeyPatch) -> None:

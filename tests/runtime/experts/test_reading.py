@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.reading import (
     ExpertReader,
-    Latencies,
     Parts,
     runs,
     staging_bytes,
@@ -426,20 +426,6 @@ def test_another_file_in_its_place_is_not_read(artifact: Path) -> None:
         check_refused(ChangedError, lambda: ExpertReader(reader, records(reader)), path=artifact)
 
 
-def test_latencies_are_told_to_within_five_percent() -> None:
-    latencies = Latencies()
-    assert latencies.percentile_us(50) == 0
-    durations = [i * 1e-5 for i in range(1, 10_001)]
-    for duration in durations:
-        latencies.add(duration)
-    assert latencies.percentile_us(50) == pytest.approx(50_000, rel=0.05)
-    assert latencies.percentile_us(99) == pytest.approx(99_000, rel=0.05)
-    assert latencies.percentile_us(100) >= 100_000
-    assert latencies.total_s == pytest.approx(sum(durations))
-    latencies.add(1e9)
-    assert latencies.percentile_us(100) > 500e6
-
-
 def test_one_run_in_any_order(artifact: Path) -> None:
     with Reader(artifact) as reader:
         for record in records(reader):
@@ -476,3 +462,61 @@ def test_matrices_are_read_and_compared_side_by_side(
             experts.stage(found[0], staging, begin)
         assert sorted(over) == [1, 2]
         experts.close()
+
+
+@READS
+@CACHED
+def test_no_more_reads_at_a_time_than_the_disk_likes(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, read: Read, cached: bool
+) -> None:
+    says(monkeypatch, cached)
+    lock = threading.Lock()
+    running: list[int] = []
+    most: list[int] = []
+
+    def counted(*arguments: Any) -> int:
+        with lock:
+            running.append(0)
+            most.append(len(running))
+        time.sleep(0.002)
+        n = PREADV(*arguments)
+        with lock:
+            running.pop()
+        return n
+
+    monkeypatch.setattr(os, "preadv", counted)
+    with Reader(artifact) as open_file:
+        experts = records(open_file)
+        reader = ExpertReader(open_file, experts, reads=2, bounces=6)
+        with ThreadPoolExecutor(6) as pool:
+            parts = list(pool.map(lambda n: read(reader, experts[n % 3]), range(18)))
+        for n, found in enumerate(parts):
+            check_bytes(found, experts[n % 3], open_file)
+        reader.close()
+    assert max(most) == 2
+
+
+def test_the_disk_is_asked_while_others_copy(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one read at a time, an expert that is being copied does not hold up the next one."""
+    if not serves_direct_reads(artifact):
+        pytest.skip("the file system refuses O_DIRECT")
+    says(monkeypatch, cached=False)
+    second = threading.Event()
+    with Reader(artifact) as open_file:
+        experts = records(open_file)
+        reader = ExpertReader(open_file, experts, reads=1)
+
+        def wait_for_second(number: int, part: U8) -> None:
+            assert second.wait(10), "the second expert is not read while the first is copied"
+
+        def stage(n: int) -> None:
+            staging = np.empty(reader.staging_bytes, np.uint8)
+            reader.stage(experts[n], staging, wait_for_second if n == 0 else None)
+            if n:
+                second.set()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(stage, range(2)))
+        reader.close()
