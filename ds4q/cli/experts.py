@@ -243,13 +243,15 @@ def cache_report(
     if counters is None:
         return {"paging": False}
     report = {"paging": True} | dict(counters)
+    report["reads"] = reads = dict(counters["reads"])
     for phase in ("prefill", "decode"):
         counts, total = counters[phase], timings[f"{phase}_s"]
         shares = None
         if total:
             io, compute = counts["io_s"] / total, counts["compute_s"] / total
             shares = {"io": io, "compute": compute, "rest": 1 - io - compute}
-        report[phase] = counts | {"shares": shares}
+        own = {f"read_p{n}_us": reads.pop(f"{phase}_read_p{n}_us") for n in (50, 99)}
+        report[phase] = counts | own | {"shares": shares}
     return report
 
 

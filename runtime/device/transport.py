@@ -116,7 +116,7 @@ class _Lane:
             self._stream.upload(addresses[number], part)
 
         try:
-            self._reader.stage(record, self._staging.array, copy)
+            self._reader.stage(record, self._staging.array, copy, fill.phase)
         finally:  # copies read the staging, also where not all could be begun
             self._device.enter()
             self._event = self._stream.record(self._event)

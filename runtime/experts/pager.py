@@ -272,7 +272,7 @@ class Pager:
             slots.admit(survey, wanted, lease._entries)
             lease.slots = {entry.expert: entry.slot for entry in lease._entries}
             fills = [
-                Fill(Key(layer, expert), lease.slots[expert], Purpose.DEMAND)
+                Fill(Key(layer, expert), lease.slots[expert], Purpose.DEMAND, phase)
                 for expert in survey.missing
             ]
             nbytes = self._begin(fills)

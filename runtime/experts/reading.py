@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from ds4q.runtime.errors import ExpertReadError
 from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.latencies import Latencies
+from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.experts.transform import Parts
 
 U8 = npt.NDArray[np.uint8]
@@ -36,6 +37,14 @@ READS = 4  # of a disk at a time: more were slower on every disk tried upstream 
 FILLERS = READS + 2  # threads that fill slots: so many read while two copy what they have read
 _PROBES = 16  # pages of an expert that must all be cached for a buffered read
 _GOLDEN = 0.6180339887498949
+_COUNTS = [
+    "reads",
+    "bytes_read",
+    "reads_direct",
+    "reads_buffered",
+    "direct_refused",
+    "reads_checked",
+]
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # of O_DIRECT or RWF_NOWAIT by a file system
 
 
@@ -54,6 +63,7 @@ class Fill(NamedTuple):
     key: Key
     slot: int
     purpose: Purpose
+    phase: Phase | None = None  # that demands it
 
 
 Done = Callable[[Fill, BaseException | None], None]
@@ -162,17 +172,8 @@ class ExpertReader:
         self.staging_bytes = max(map(staging_bytes, records), default=0)
         self._lock = threading.Lock()
         self._latencies = Latencies()
-        self._counts = dict.fromkeys(
-            (
-                "reads",
-                "bytes_read",
-                "reads_direct",
-                "reads_buffered",
-                "direct_refused",
-                "reads_checked",
-            ),
-            0,
-        )
+        self._by_phase = {phase: Latencies() for phase in get_args(Phase)}
+        self._counts = dict.fromkeys(_COUNTS, 0)
         self._reads = threading.BoundedSemaphore(reads)
         self._turn = count()
         self._refused = False  # O_DIRECT
@@ -191,8 +192,10 @@ class ExpertReader:
         for _ in range(bounces):
             self._bounces.put(np.empty(self.staging_bytes, dtype=np.uint8))
 
-    def read(self, record: Record, gate: U8, up: U8, down: U8) -> None:
+    def read(self, record: Record, gate: U8, up: U8, down: U8, phase: Phase | None = None) -> None:
         """Fill three contiguous buffers, each of exactly its tensor's length, and check them.
+
+        ``phase`` is the one that waits for it, for ``counters``.
 
         Raises
         ------
@@ -203,19 +206,25 @@ class ExpertReader:
         """
         parts = (gate, up, down)
         if self._refused or self._cached(record):
-            self._take_buffered(record, parts)
+            self._take_buffered(record, parts, phase)
             return
         bounce = self._bounces.get()
         try:
             with self._reads:
                 started = time.perf_counter()
                 staged, reads = self._read_direct(record, bounce)
-            self._finish(record, parts, started, reads, lambda n: np.copyto(parts[n], staged[n]))
+            self._finish(
+                record, parts, started, reads, phase, lambda n: np.copyto(parts[n], staged[n])
+            )
         finally:
             self._bounces.put(bounce)
 
     def stage(
-        self, record: Record, staging: U8, begin: Callable[[int, U8], None] | None = None
+        self,
+        record: Record,
+        staging: U8,
+        begin: Callable[[int, U8], None] | None = None,
+        phase: Phase | None = None,
     ) -> Parts:
         """Read an expert into ``staging``, wherever alignment puts it, and check it.
 
@@ -224,6 +233,7 @@ class ExpertReader:
         staging : (at least ``staging_bytes``,) u8, contiguous
         begin : called with the number of a matrix and its bytes as soon as they are read, from any
             thread; they are checked while what it begins goes on
+        phase : as in ``read``
 
         Returns
         -------
@@ -235,7 +245,7 @@ class ExpertReader:
         """
         if self._refused or self._cached(record):
             parts = _views(record, staging)
-            self._take_buffered(record, parts, begin)
+            self._take_buffered(record, parts, phase, begin)
             return parts
         with self._reads:
             started = time.perf_counter()
@@ -245,16 +255,21 @@ class ExpertReader:
             if begin is not None:
                 begin(n, parts[n])
 
-        self._finish(record, parts, started, reads, first)
+        self._finish(record, parts, started, reads, phase, first)
         return parts
 
     def counters(self) -> dict[str, int]:
-        """Reads, their bytes and how they were made; durations in microseconds."""
+        """Reads, their bytes and how they were made; durations in microseconds, also by phase."""
         with self._lock:
             return self._counts | {
                 "read_us": round(self._latencies.total_s * 1e6),
                 "read_p50_us": self._latencies.percentile_us(50),
                 "read_p99_us": self._latencies.percentile_us(99),
+                **{
+                    f"{phase}_read_p{percent}_us": latencies.percentile_us(percent)
+                    for phase, latencies in self._by_phase.items()
+                    for percent in (50, 99)
+                },
             }
 
     def close(self) -> None:
@@ -325,6 +340,7 @@ class ExpertReader:
         self,
         record: Record,
         parts: Parts,
+        phase: Phase | None,
         begin: Callable[[int, U8], None] | None = None,
     ) -> None:
         """Through the page cache: helpers share a read, a matrix each.
@@ -350,7 +366,7 @@ class ExpertReader:
                 for run in whole:
                     into = [parts[record.entries.index(entry)] for entry in run.entries]
                     self._scatter(run, into)
-            self._finish(record, parts, started, len(whole), first)
+            self._finish(record, parts, started, len(whole), phase, first)
 
     def _scatter(self, run: Run, parts: Sequence[U8], counts: bool = True) -> None:
         """One buffered read into the buffers of its tensors; ``counts``: not a part of another."""
@@ -412,6 +428,7 @@ class ExpertReader:
         parts: Parts,
         started: float,
         reads: int,
+        phase: Phase | None,
         first: Callable[[int], None],
     ) -> None:
         """Do ``first`` with each matrix, by its number, and then compare it; side by side."""
@@ -423,7 +440,10 @@ class ExpertReader:
         vouched = all(self._side_by_side(handle, len(parts)))
         with self._lock:
             self._counts["reads_checked"] += reads if vouched else 0
-            self._latencies.add(time.perf_counter() - started)
+            took = time.perf_counter() - started
+            self._latencies.add(took)
+            if phase is not None:
+                self._by_phase[phase].add(took)
 
     def _vouched(self, entry: TensorEntry, part: U8) -> bool:
         """Whether a receipt says that these are the bytes; without one they must be legal.

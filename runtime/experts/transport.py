@@ -75,9 +75,9 @@ class HostTransport:
         written = self._slots.views(self._catalogue.packed[layer][expert], fill.slot)
         took = 0.0
         if transform is None:
-            self._reader.read(record, *written)
+            self._reader.read(record, *written, fill.phase)
         else:
-            read = self._reader.stage(record, staging)
+            read = self._reader.stage(record, staging, phase=fill.phase)
             started = time.perf_counter()
             transform.apply(record, read, written)
             took = time.perf_counter() - started

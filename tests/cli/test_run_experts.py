@@ -74,6 +74,7 @@ def test_paging_gives_the_same_ids(
         assert counts["evictions"] > 0
         assert sum(counts["shares"].values()) == pytest.approx(1)
         assert all(share > 0 for share in counts["shares"].values())
+        assert 0 < counts["read_p50_us"] <= counts["read_p99_us"]
     reads = cache["reads"]
     demanded = sum(cache[phase]["bytes"] for phase in ("prefill", "decode"))
     assert reads["bytes_read"] == demanded + cache["prefetch"]["bytes"]
