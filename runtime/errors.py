@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ds4q.artifact.errors import Ds4qError
 
 
@@ -260,3 +262,36 @@ class ProfileError(RunError, ValueError):
 
     rule = "warm-start profile cannot be used"
     cure = "make one from a trace of this artifact (ds4q cache profile TRACE -o FILE)"
+
+
+class ServeError(RunError, ValueError):
+    """A server that cannot be set up as asked."""
+
+    rule = "cannot serve this way"
+
+
+class QueueFullError(RunError):
+    """As many requests wait as may; ``retry_after_s`` is when a place should be free."""
+
+    rule = "the queue is full"
+    cure = "try again later"
+
+    def __init__(
+        self, what: str | None = None, *, retry_after_s: float = 1.0, **where: Any
+    ) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(what, **where)
+
+
+class DrainingError(RunError):
+    """The server ends: it finishes what it has and takes nothing new."""
+
+    rule = "the server is shutting down"
+    cure = "send the request to another server, or to this one after its restart"
+
+
+class EngineError(RunError):
+    """A step failed in a way that no rule foresees; ``__cause__`` is what was raised."""
+
+    rule = "the model failed at this request"
+    cure = "other requests go on; if it comes again, report it with the server's log"

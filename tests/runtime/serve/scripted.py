@@ -193,7 +193,7 @@ class ScriptedEngine:
 
     def _logits(self, ids: list[int]) -> npt.NDArray[np.float32]:
         """The script's next id stands out; the others fall with their number."""
-        logits = np.arange(0, -self.vocab_size, -1, dtype=np.float32) / 64
+        logits = np.linspace(0, -8, self.vocab_size, dtype=np.float32)
         logits[self._next(ids)] = 32
         return logits
 
