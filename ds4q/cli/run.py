@@ -6,9 +6,8 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,30 +17,17 @@ from ds4q.cli.common import (
     claim_report,
     emit_json,
     json_option,
-    progress,
     say,
     talk_options,
-    threads_option,
     warn,
     write_report,
 )
-from ds4q.cli.experts import (
-    Devices,
-    ExpertOptions,
-    cache_report,
-    expert_options,
-    say_breakdown,
-    say_cache,
-)
+from ds4q.cli.experts import cache_report, say_breakdown, say_cache
+from ds4q.cli.loading import ModelOptions, model_options
 
 if TYPE_CHECKING:
-    from ds4q.runtime.device.engine import HipEngine
-    from ds4q.runtime.engine import Engine
-    from ds4q.runtime.experts.options import CacheOptions
     from ds4q.runtime.generate import Generation
     from ds4q.runtime.sampling import Sampler
-    from ds4q.runtime.source import Progress
-    from ds4q.runtime.spread import Spread
     from ds4q.runtime.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 1024
@@ -120,15 +106,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     help="Seed of the draws; the same seed gives the same tokens.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on after the token that ends the text.")
-@click.option(
-    "--device",
-    type=Devices(["cpu", "hip"]),
-    default="cpu",
-    show_default=True,
-    help="Where the model runs; hip: on a GPU, or as DS4Q_HIP says.",
-)
-@expert_options
-@threads_option
+@model_options
 @click.option(
     "--stats",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
@@ -148,9 +126,7 @@ def command(
     top_p: float | None,
     seed: int | None,
     ignore_eos: bool,
-    device: str,
-    experts: ExpertOptions,
-    threads: int,
+    model: ModelOptions,
     stats: Path | None,
     as_json: bool,
     quiet: bool,
@@ -170,9 +146,10 @@ def command(
         raise click.UsageError("--think belongs to the chat format: leave out --raw, --prompt-ids")
     if stats is not None:
         claim_report(stats, "--stats", b'"timings"')
-        if experts.trace is not None and stats.resolve() == experts.trace.resolve():
+        trace = model.experts.trace
+        if trace is not None and stats.resolve() == trace.resolve():
             raise click.UsageError("--stats and --trace name the same file")
-    how = _How(file, device, threads, quiet, experts.cache(), experts.spread(device))
+    loading = model.loading(file, quiet=quiet)
     text = None if prompt_ids else _prompt_text(prompt)
 
     from ds4q.artifact.hfq import Reader
@@ -194,7 +171,7 @@ def command(
 
     with ExitStack() as stack:
         started = time.perf_counter()
-        engine, where = _load(stack, how, len(ids) + max_tokens)
+        engine, where = loading.open(stack, len(ids) + max_tokens)
         load_s = time.perf_counter() - started
         generation = generate(
             engine,
@@ -215,7 +192,7 @@ def command(
         except KeyboardInterrupt as interrupt:
             stop = interrupt  # what there is so far is still reported
             generation.end()
-        cache = cache_report(engine.cache_counters(), how.cache, generation.rates())
+        cache = cache_report(engine.cache_counters(), loading.cache, generation.rates())
     report = _report(generation, sampler, load_s, cache) | {"device": where}
     if as_json:
         emit_json(_answer(generation, has_text=tokenizer is not None, thinking=think) | report)
@@ -225,18 +202,6 @@ def command(
         _say_statistics(report, engine.load_s if verbose else None)
     if stop is not None:
         raise stop
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """How the model of an artifact is run."""
-
-    file: Path
-    device: str
-    threads: int
-    quiet: bool
-    cache: CacheOptions | None
-    spread: Spread
 
 
 def _prompt_text(prompt: str | None) -> str:
@@ -296,79 +261,6 @@ def _sampler(
         top_p=sampling["top_p"] if top_p is None else top_p,
         seed=secrets.randbelow(DRAWN_SEEDS) if seed is None else seed,
     )
-
-
-def _load(stack: ExitStack, how: _How, tokens: int) -> tuple[Engine | HipEngine, dict[str, str]]:
-    """A loaded model, and what it runs on; ``stack`` ends its reading, and frees a device.
-
-    ``tokens`` is the most that prompt and answer may have.
-    """
-    how.spread.check(paged=how.cache is not None and how.cache.paged)
-    with progress("loading", how.file.stat().st_size, quiet=how.quiet) as advance:
-        known = 0
-
-        def report(done: int, total: int) -> None:
-            nonlocal known
-            advance(done - known)
-            known = done
-
-        engine: Engine | HipEngine
-        if how.device == "cpu":
-            engine, where = _load_cpu(how, tokens, report), {"kind": "cpu"}
-        else:
-            engine, where = _load_hip(how, tokens, report)
-    stack.enter_context(engine)
-    notes = engine.notes
-    _warn_of(notes)
-    stack.callback(_warn_of, notes, len(notes))  # what comes while it runs
-    return engine, where
-
-
-def _warn_of(notes: Sequence[str], first: int = 0) -> None:
-    for note in notes[first:]:
-        warn(note)
-
-
-def _load_cpu(how: _How, tokens: int, report: Progress) -> Engine:
-    from ds4q.runtime.engine import Engine
-
-    if how.cache is None:
-        return Engine.load(how.file, threads=how.threads, progress=report)
-    return Engine.load(
-        how.file,
-        threads=how.threads,
-        max_context=_context(how.file, tokens),  # so that an automatic cache leaves room for it
-        progress=report,
-        cache=how.cache,
-        spread=how.spread,
-    )
-
-
-def _load_hip(how: _How, tokens: int, report: Progress) -> tuple[HipEngine, dict[str, str]]:
-    from ds4q.runtime.device.engine import HipEngine
-    from ds4q.runtime.device.state import FIRST_TOKENS
-
-    tokens = _context(how.file, tokens)
-    # Few answers use a large --max-tokens up: caches for more than usual grow when they must.
-    sized = tokens if tokens <= FIRST_TOKENS else None
-    engine = HipEngine.load(
-        how.file, max_context=sized, progress=report, cache=how.cache, spread=how.spread
-    )
-    facts = engine.backend.facts()
-    if not how.quiet:
-        say(f"device: {facts['name']} ({facts['arch']})")
-    for note in engine.backend.device.notes:
-        warn(note)
-    return engine, facts
-
-
-def _context(file: Path, tokens: int) -> int:
-    """``tokens``, or as many as the model has positions for."""
-    from ds4q.artifact.hfq import Reader
-    from ds4q.runtime.engine import checked_config
-
-    with Reader(file) as reader:
-        return min(tokens, checked_config(reader).max_position_embeddings)
 
 
 class _Screen:

@@ -1,0 +1,246 @@
+"""Owns the options that say what a model runs on, and loading it by them. No model code.
+
+``run`` and ``serve`` take the same options, and load in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import click
+
+from ds4q.cli.common import progress, say, threads_option, warn
+from ds4q.cli.experts import Devices, ExpertOptions, expert_options
+
+if TYPE_CHECKING:
+    from ds4q.quantize.encoding import Encoding
+    from ds4q.runtime.device.engine import HipEngine
+    from ds4q.runtime.engine import Engine
+    from ds4q.runtime.experts.options import CacheOptions
+    from ds4q.runtime.source import Progress
+    from ds4q.runtime.spread import Spread
+
+F = TypeVar("F", bound=Callable[..., Any])
+KvType = Literal["f32", "f16", "bf16"]
+
+KV_TYPES: tuple[KvType, ...] = ("f32", "f16", "bf16")
+DEFAULT_KV_TYPE: KvType = "f32"
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How the model of an artifact is loaded.
+
+    Attributes
+    ----------
+    cache : how routed experts are kept; None where all of them are in memory
+    kv_type : how a sequence's window rows and compressed entries are kept
+    """
+
+    file: Path
+    device: str
+    threads: int
+    quiet: bool
+    cache: CacheOptions | None
+    spread: Spread
+    kv_type: KvType
+
+    def check(self) -> None:
+        """Refuse what cannot be run on, before anything is read; raises ``RunError``."""
+        self.spread.check(paged=self.cache is not None and self.cache.paged)
+
+    def open(
+        self, stack: ExitStack, tokens: int | None
+    ) -> tuple[Engine | HipEngine, dict[str, str]]:
+        """``load`` with progress on stderr; ``stack`` closes the model, and warns of its notes."""
+        self.check()
+        with progress("loading", self.file.stat().st_size, quiet=self.quiet) as advance:
+            known = 0
+
+            def report(done: int, total: int) -> None:
+                nonlocal known
+                advance(done - known)
+                known = done
+
+            engine, where = self.load(tokens, report)
+        stack.enter_context(engine)
+        notes = engine.notes
+        warn_of(notes)
+        stack.callback(warn_of, notes, len(notes))  # what comes while it runs
+        return engine, where
+
+    def load(
+        self, tokens: int | None, report: Progress
+    ) -> tuple[Engine | HipEngine, dict[str, str]]:
+        """A loaded model, to be closed, and what it runs on.
+
+        Parameters
+        ----------
+        tokens : the most that one sequence will hold; None: as many as the model can
+        report : called with (bytes read, bytes in all)
+        """
+        if self.device == "cpu":
+            return self._load_cpu(tokens, report), {"kind": "cpu"}
+        return self._load_hip(tokens, report)
+
+    def _load_cpu(self, tokens: int | None, report: Progress) -> Engine:
+        from ds4q.runtime.engine import Engine
+
+        if self.cache is None:
+            return Engine.load(self.file, threads=self.threads, progress=report, **self._kept())
+        return Engine.load(
+            self.file,
+            threads=self.threads,
+            max_context=self._context(tokens),  # so that an automatic cache leaves room for it
+            progress=report,
+            cache=self.cache,
+            spread=self.spread,
+            **self._kept(),
+        )
+
+    def _load_hip(self, tokens: int | None, report: Progress) -> tuple[HipEngine, dict[str, str]]:
+        from ds4q.runtime.device.engine import HipEngine
+        from ds4q.runtime.device.state import FIRST_TOKENS
+
+        sized = self._context(tokens)
+        if sized is not None and sized > FIRST_TOKENS:
+            sized = None  # few answers use a large --max-tokens up: caches grow when they must
+        engine = HipEngine.load(
+            self.file,
+            max_context=sized,
+            progress=report,
+            cache=self.cache,
+            spread=self.spread,
+            **self._kept(),
+        )
+        facts = engine.backend.facts()
+        if not self.quiet:
+            say(f"device: {facts['name']} ({facts['arch']})")
+        warn_of(engine.backend.device.notes)
+        return engine, facts
+
+    def _kept(self) -> dict[str, Any]:
+        return {} if self.kv_type == DEFAULT_KV_TYPE else {"kv_type": self.kv_type}
+
+    def _context(self, tokens: int | None) -> int | None:
+        """``tokens``, or as many as the model has positions for."""
+        from ds4q.artifact.hfq import Reader
+        from ds4q.runtime.engine import checked_config
+
+        if tokens is None:
+            return None
+        with Reader(self.file) as reader:
+            return min(tokens, checked_config(reader).max_position_embeddings)
+
+
+def warn_of(notes: Sequence[str], first: int = 0) -> None:
+    """Warn of each note from number ``first`` on."""
+    for note in notes[first:]:
+        warn(note)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What a command's line says of what a model runs on; option names are field names."""
+
+    device: str
+    kv_type: KvType | None
+    encoding: Path | None
+    experts: ExpertOptions
+    threads: int
+
+    def loading(self, file: Path, *, quiet: bool) -> Loading:
+        """How to load ``file``; raises ``click.UsageError`` for options that exclude each other."""
+        return Loading(
+            file,
+            self.device,
+            self.threads,
+            quiet,
+            self.experts.cache(),
+            self.experts.spread(self.device),
+            self.kv_type or _registered_kv_type(file, quiet=quiet),
+        )
+
+    def read_encoding(self, metadata: Mapping[str, Any]) -> Encoding | None:
+        """The texts of a release's prompt format: those of --encoding, else the artifact's own.
+
+        Raises ``EncodingError`` for a file that cannot be read as one.
+        """
+        from ds4q.quantize.encoding import encoding_from_metadata, parse_encoding
+
+        if self.encoding is None:
+            return encoding_from_metadata(metadata)
+        found = parse_encoding(self.encoding)
+        warn_of(found.notes)
+        return found
+
+
+def _registered_kv_type(file: Path, *, quiet: bool) -> KvType:
+    """What the registry's entry of this file names, else the default; what it is is said."""
+    from ds4q.artifact.errors import Ds4qError
+    from ds4q.registry.usage import entries_of, kv_modes, registry_naming
+
+    try:
+        registry = registry_naming(file)
+        modes = {} if registry is None else kv_modes(entries_of(registry, file))
+    except FileNotFoundError:  # whoever opens the artifact says so
+        return DEFAULT_KV_TYPE
+    except (Ds4qError, OSError) as error:
+        warn(f"{error}; KV type {DEFAULT_KV_TYPE} is taken, --kv-type chooses another")
+        return DEFAULT_KV_TYPE
+    if not modes:
+        return DEFAULT_KV_TYPE
+    named = "; ".join(f"{mode} by {', '.join(tags)}" for mode, tags in modes.items())
+    if len(modes) == 1 and (mode := next(iter(modes))) in (*KV_TYPES, "auto"):
+        kv_type = cast(KvType, DEFAULT_KV_TYPE if mode == "auto" else mode)
+        if not quiet:
+            say(f"KV type: {kv_type} (registered as {named})")
+        return kv_type
+    warn(
+        f"{file}: its registered KV type is not one of {', '.join(KV_TYPES)} ({named}): "
+        f"{DEFAULT_KV_TYPE} is taken, --kv-type chooses another"
+    )
+    return DEFAULT_KV_TYPE
+
+
+_OPTIONS = (
+    click.option(
+        "--device",
+        type=Devices(["cpu", "hip"]),
+        default="cpu",
+        show_default=True,
+        help="Where the model runs; hip: on a GPU, or as DS4Q_HIP says.",
+    ),
+    click.option(
+        "--kv-type",
+        type=click.Choice(KV_TYPES),
+        show_default="as the artifact is registered, else f32",
+        help="How the cache of a sequence is kept. f16 and bf16 halve it, and round.",
+    ),
+    click.option(
+        "--encoding",
+        type=click.Path(exists=True, path_type=Path),
+        metavar="PATH",
+        help="The release's encoding folder, or its encoding_dsv4.py, where the artifact does not "
+        "hold its texts. It is read, never run.",
+    ),
+)
+
+
+def model_options(command: F) -> F:
+    """The options of ``ModelOptions``, passed as ``model``."""
+
+    @functools.wraps(command)
+    def gathered(**values: Any) -> Any:
+        own = {each.name: values.pop(each.name) for each in fields(ModelOptions)}
+        return command(model=ModelOptions(**own), **values)
+
+    gathered = threads_option(expert_options(gathered))  # type: ignore[type-var]
+    for option in reversed(_OPTIONS):
+        gathered = option(gathered)
+    return gathered
