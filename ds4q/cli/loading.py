@@ -240,7 +240,7 @@ def model_options(command: F) -> F:
         own = {each.name: values.pop(each.name) for each in fields(ModelOptions)}
         return command(model=ModelOptions(**own), **values)
 
-    gathered = threads_option(expert_options(gathered))  # type: ignore[type-var]
+    gathered = threads_option(expert_options(gathered))
     for option in reversed(_OPTIONS):
         gathered = option(gathered)
-    return gathered
+    return gathered  # type: ignore[return-value]
