@@ -295,3 +295,12 @@ class EngineError(RunError):
 
     rule = "the model failed at this request"
     cure = "other requests go on; if it comes again, report it with the server's log"
+
+    @classmethod
+    def of(cls, error: Exception, what: str | None = None) -> Ds4qError:
+        """``error`` as a user can be shown it: itself where it is a Ds4qError."""
+        if isinstance(error, Ds4qError):
+            return error
+        wrapped = cls(what, found=f"{type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        return wrapped
