@@ -31,6 +31,7 @@ from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.config import check_config
 from ds4q.quantize.convert import Encoding, add_errors, comparable, compare
 from ds4q.quantize.deepseek4 import Inventory, classify, find_draft
+from ds4q.quantize.encoding import KEY, encoding_in
 from ds4q.quantize.errors import BooksError, SourceError
 from ds4q.quantize.fitting import Fitting
 from ds4q.quantize.measure import ErrorSums
@@ -382,6 +383,11 @@ class SourceComparison:
         for key, wanted in source_metadata(self._checkpoint).items():
             if reader.metadata.get(key) != wanted:
                 self.check.fail(Failure(f"metadata key '{key}' differs from the source"))
+        encoding = encoding_in(self._checkpoint.folder)
+        if KEY not in ours and encoding is not None:  # as versions that did not copy it left it
+            self.check.notes.append("the texts of the source's encoding/ are not in the artifact")
+        elif ours.get(KEY) != (None if encoding is None else encoding.document()):
+            self.check.fail(Failure(f"metadata key 'ds4q.{KEY}' differs from the source"))
         self.check.figures |= {
             "tensors": len(reader.tensors),
             "source_bytes": sum(

@@ -236,3 +236,10 @@ class PageError(Ds4qError):
 
     rule = "the page of --html needs jinja2, which is not installed"
     cure = "pip install 'ds4q[report]'"
+
+
+class EncodingError(SourceError):
+    """The source of a release's prompt encoder, or what an artifact kept of it, cannot be read."""
+
+    rule = "not a usable encoding file"
+    cure = "use encoding/encoding_dsv4.py as a DeepSeek-V4 release publishes it"

@@ -296,6 +296,7 @@ class Job:
             and ours.get("recipe") == receipt.recipe == planned["recipe"]
             and ours.get("recipe_sha256") == planned.get("recipe_sha256")
             and ours.get("imatrix_sha256") == planned.get("imatrix_sha256")
+            and ours.get("encoding") == planned.get("encoding")
             and ours.get("tool_version") == receipt.tool_version == planned["tool_version"]
             and reader.file_bytes == receipt.file_bytes == output.layout.file_bytes
             and front_digest(reader.header_raw, reader.index_raw)

@@ -36,6 +36,7 @@ from ds4q.artifact.types import (
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.deepseek4 import Part, Role, TensorInfo
+from ds4q.quantize.encoding import KEY, Encoding, encoding_in
 from ds4q.quantize.errors import JobError
 from ds4q.quantize.recipe import RECIPES, Recipe
 
@@ -256,8 +257,9 @@ def make_plan(
     if lost:
         raise AccountingError(path=checkpoint.folder, tensor=min(lost))
     fingerprint = checkpoint.fingerprint()
+    encoding = encoding_in(checkpoint.folder)
     outputs = []
-    warnings: list[str] = []
+    warnings = [] if encoding is None else list(encoding.notes)
     for part in sorted(parts, key=lambda name: name != "trunk"):
         path = out if part == "trunk" else sidecar_path(out, part)
         partial = audit.partial or part in cut
@@ -271,6 +273,7 @@ def make_plan(
             fingerprint,
             version,
             audit.dims.experts,
+            encoding,
         )
         outputs.append(output)
         warnings += odd
@@ -329,6 +332,7 @@ def _plan_output(
     fingerprint: str,
     version: str,
     experts: int | None,
+    encoding: Encoding | None,
 ) -> tuple[Output, list[str]]:
     units = sorted(units, key=lambda unit: unit.weight.name.encode("utf-8"))
     specs = [
@@ -355,6 +359,8 @@ def _plan_output(
         "source_fingerprint": fingerprint,
         "tool_version": version,
     }
+    if encoding is not None:
+        metadata["ds4q"][KEY] = encoding.document()
     layout = writer.layout(specs, len(canonical(metadata)), arch_id=hfq.ARCH_DEEPSEEK4)
     metadata["ds4q"]["index_xxh3"] = front_digest(layout.header, layout.index)
     entries = {entry.name: entry for entry in layout.entries}
