@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": "Prove that an artifact is sound and equal to its source.",
     "inspect": "Show what is in an artifact, a receipt, a trace or a checkpoint.",
     "run": "Generate text from an artifact.",
+    "serve": "Serve an artifact over HTTP, as OpenAI's API, with a page to chat.",
     "calibrate": "Measure what a model's experts see, for quantize --imatrix.",
     "cache": "Choose an expert cache by what a recorded run asked for.",
     "adapter": "Fit and judge what predicts experts, for run --prefetch.",

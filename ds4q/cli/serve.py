@@ -1,0 +1,313 @@
+"""Owns ``ds4q serve``: options, and what is said on stderr. No HTTP and no model code."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ds4q.artifact.errors import one_line
+from ds4q.cli.common import Size, progress, say, talk_options, warn
+from ds4q.cli.loading import ModelOptions, model_options, warn_of
+
+if TYPE_CHECKING:
+    from ds4q.cli.loading import Loading
+    from ds4q.runtime.device.engine import HipEngine
+    from ds4q.runtime.engine import Engine
+    from ds4q.runtime.serve.limits import Limits
+    from ds4q.runtime.serve.scheduler import Scheduler
+    from ds4q.runtime.serve.server import Server
+    from ds4q.runtime.serve.service import Service
+    from ds4q.runtime.source import Progress
+
+DEFAULT_PORT = 8000
+KEY_VARIABLE = "DS4Q_API_KEY"
+GIVE_UP_S = 1.5  # for a load that was interrupted to notice it
+NEEDED = ("fastapi", "prometheus_client", "uvicorn")
+
+
+class _SizeOrNone(Size):
+    """A size, or 0."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return 0 if str(value).strip() == "0" else super().convert(value, param, ctx)
+
+
+def _key(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """The key of the option, else of the environment; what no header can carry is refused."""
+    key = os.environ.get(KEY_VARIABLE) if value is None else value
+    if key is None:
+        return None
+    if not key or not all("!" <= char <= "~" for char in key):
+        raise click.BadParameter("a key is one or more ASCII characters, without spaces")
+    return key
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.hfq")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. Any but this machine's own needs an API key.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=DEFAULT_PORT,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
+)
+@click.option(
+    "--api-key",
+    callback=_key,
+    metavar="KEY",
+    help=f"Answer only requests with this key. {KEY_VARIABLE} keeps it out of process lists.",
+)
+@click.option(
+    "--allow-no-key",
+    is_flag=True,
+    help="Listen for other machines without a key: whoever reaches the port may use the model.",
+)
+@click.option(
+    "--model-name",
+    metavar="NAME",
+    show_default="the file's name without its suffix",
+    help="What clients call the model.",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Requests that may wait; more are told to come back later.",
+)
+@click.option(
+    "--concurrent",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Requests that the model answers together.",
+)
+@click.option(
+    "--max-context",
+    type=click.IntRange(min=1),
+    show_default="all that the model has positions for",
+    metavar="N",
+    help="Most tokens of a prompt and its answer.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    metavar="N",
+    help="Most new tokens for a request that does not say how many.",
+)
+@click.option(
+    "--prefix-cache",
+    type=_SizeOrNone(),
+    default="1GiB",
+    show_default=True,
+    metavar="S",
+    help="Memory for what prompts begin with, so that a conversation is not read anew; 0: none.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    show_default="no limit",
+    metavar="SECONDS",
+    help="Most time for a request, waiting included.",
+)
+@model_options
+@talk_options
+def command(
+    file: Path,
+    host: str,
+    port: int,
+    api_key: str | None,
+    allow_no_key: bool,
+    model_name: str | None,
+    queue: int,
+    concurrent: int,
+    max_context: int | None,
+    max_tokens: int,
+    prefix_cache: int,
+    timeout: float | None,
+    model: ModelOptions,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Serve an artifact over HTTP, as OpenAI's API, with a page to chat with it.
+
+    The page is at /, the API below /v1. It listens before the model is loaded: /health answers 503
+    until it is, then 200. SIGTERM and Ctrl-C let requests end that have begun, for 30 s; a second
+    one does not wait. docs/serving.md tells all.
+
+    Example: ds4q serve model.hfq --port 8000
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise click.UsageError(f"serving needs {', '.join(missing)}: pip install 'ds4q[serve]'")
+    from ds4q.runtime.serve.limits import Limits, is_loopback
+
+    if not is_loopback(host) and api_key is None and not allow_no_key:
+        raise click.UsageError(
+            f"--host {host} can be reached by other machines: give an --api-key (or set "
+            f"{KEY_VARIABLE}), or --allow-no-key to let everybody in"
+        )
+    limits = Limits(
+        max_context=max_context,
+        default_max_tokens=max_tokens,
+        request_s=timeout,
+        local_only=is_loopback(host),
+    )
+    loading = model.loading(file, quiet=quiet)
+    loading.check()
+    _log(verbose)
+    scheduling = {
+        "queue": queue,
+        "concurrent": concurrent,
+        "prefix_cache_bytes": prefix_cache,
+    }
+    _serve(
+        loading,
+        model,
+        limits,
+        scheduling,
+        host=host,
+        port=port,
+        api_key=api_key,
+        model_name=model_name or _name(file),
+    )
+
+
+def _name(file: Path) -> str:
+    """The model's name by its file's; what is no Unicode there is none in JSON either."""
+    return one_line(os.fsencode(file.stem).decode("utf-8", "replace"))
+
+
+class _Lines(logging.Handler):
+    """Log records on stderr, as every command's words."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
+def _log(verbose: bool) -> None:
+    """Errors of the server on stderr; with -v a line for each request, too."""
+    log = logging.getLogger("ds4q.serve")
+    log.setLevel(logging.INFO if verbose else logging.ERROR)
+    log.propagate = False
+    log.handlers = [_Lines()]
+
+
+def _serve(
+    loading: Loading,
+    model: ModelOptions,
+    limits: Limits,
+    scheduling: Mapping[str, int],
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    model_name: str,
+) -> None:
+    from ds4q.artifact.hfq import Reader
+    from ds4q.runtime.errors import PromptError
+    from ds4q.runtime.serve.listening import listen, url
+    from ds4q.runtime.serve.service import Service
+    from ds4q.runtime.text.tokenizer import Tokenizer
+
+    with Reader(loading.file) as reader:
+        metadata = reader.metadata
+        for warning in reader.warnings:
+            warn(f"{loading.file}: {warning}")
+    tokenizer = Tokenizer.from_metadata(metadata, path=loading.file)
+    if tokenizer is None:
+        raise PromptError(
+            "the artifact has no tokenizer to read requests with",
+            path=loading.file,
+            remedy="quantize a checkpoint with its tokenizer.json",
+        )
+    encoding = model.read_encoding(metadata)
+    about: dict[str, str] = {"kv_type": loading.kv_type}
+    service = Service(
+        lambda report: _load(loading, limits.max_context, report, about),
+        lambda engine: _scheduler(engine, scheduling),
+    )
+    with listen(host, port) as socket:
+        if not loading.quiet:
+            say(f"{model_name}: listening on {url(socket)}")
+        service.start()  # and import what HTTP needs meanwhile
+        from ds4q.runtime.serve.app import make_app
+        from ds4q.runtime.serve.server import Server
+
+        app = make_app(
+            service,
+            model_name=model_name,
+            tokenizer=tokenizer,
+            metadata=metadata,
+            limits=limits,
+            api_key=api_key,
+            encoding=encoding,
+            about=about,
+        )
+        server = Server(app, service)
+        try:
+            server.run(sockets=[socket])
+        except KeyboardInterrupt as stop:
+            _leave(server, service, stop)
+            raise
+        finally:
+            service.close()
+    if service.error is not None:
+        raise service.error
+
+
+def _load(
+    loading: Loading, max_context: int | None, report: Progress, about: dict[str, str]
+) -> Engine | HipEngine:
+    """The model, in the thread that loads it."""
+    began = time.perf_counter()
+    with progress("loading", loading.file.stat().st_size, quiet=loading.quiet) as advance:
+        known = 0
+
+        def both(done: int, total: int) -> None:
+            nonlocal known
+            advance(done - known)
+            known = done
+            report(done, total)
+
+        engine, facts = loading.load(max_context, both)
+    about["device"] = facts.get("name", facts["kind"])
+    warn_of(engine.notes)
+    if not loading.quiet:
+        say(f"ready after {time.perf_counter() - began:.1f} s")
+    return engine
+
+
+def _scheduler(engine: Any, scheduling: Mapping[str, int]) -> Scheduler:
+    from ds4q.runtime.serve.scheduler import Scheduler
+
+    return Scheduler(engine, **scheduling)
+
+
+def _leave(server: Server, service: Service, stop: KeyboardInterrupt) -> None:
+    """End the process where waiting for the model's threads would be waiting for too long."""
+    loaded = service.wait(0 if server.forced else GIVE_UP_S)
+    if server.forced or not loaded:
+        from ds4q.cli import ending
+
+        status = ending(stop)
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,181 @@
+"""Owns the way of one answer from the model's thread to whoever waits for it in the event loop.
+
+However the wait ends, the job is cancelled: a client that leaves, a time limit and a stop string
+cost the model one token more at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ds4q.runtime.serve.job import (
+    Event,
+    Failed,
+    Job,
+    Listener,
+    NewToken,
+    Prefilled,
+    Started,
+    Ticket,
+)
+from ds4q.runtime.serve.refusal import Refusal
+from ds4q.runtime.serve.transcript import Piece, Transcript
+
+T = TypeVar("T")
+
+
+class ClientLeftError(Exception):
+    """Whoever asked has closed the connection."""
+
+
+async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves.
+
+    Parameters
+    ----------
+    receive : of ASGI; the request's body has been read
+
+    Raises
+    ------
+    ClientLeftError : the client left first
+    """
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(leave())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeftError
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class Submits(Protocol):
+    """What takes jobs: the scheduler."""
+
+    def submit(self, job: Job, listener: Listener) -> Ticket:
+        """Queue ``job``; ``listener`` hears its events, from another thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Nothing new for a while; so many of the prompt's tokens have been read."""
+
+    done: int
+    total: int
+
+
+class Follower:
+    """One job, from its place in the queue to its last token.
+
+    Parameters
+    ----------
+    transcript : takes the tokens; holds the counts of the answer
+    keep_alive_s : ``pieces`` yields ``Waiting`` after so long without anything else
+    limit_s : most seconds in all; None: no limit
+
+    Attributes
+    ----------
+    cached_tokens : prompt tokens that needed no computing
+    first_token_s : seconds to the first token; None before it
+    """
+
+    def __init__(
+        self,
+        scheduler: Submits,
+        job: Job,
+        transcript: Transcript,
+        *,
+        keep_alive_s: float,
+        limit_s: float | None,
+    ) -> None:
+        self.job = job
+        self.transcript = transcript
+        self.cached_tokens = 0
+        self.first_token_s: float | None = None
+        self._keep_alive_s = keep_alive_s
+        self._limit_s = limit_s
+        self._began = time.monotonic()
+        self._told = self._began
+        self._last_token_s = 0.0
+        self._prefilled = 0
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def hear(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it whoever would listen
+                loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        self._ticket = scheduler.submit(job, hear)
+
+    @property
+    def token_s(self) -> float | None:
+        """Mean seconds between two tokens; None with less than two."""
+        tokens = self.transcript.tokens
+        if self.first_token_s is None or tokens < 2:
+            return None
+        return (self._last_token_s - self.first_token_s) / (tokens - 1)
+
+    def cancel(self) -> None:
+        """Let the model drop the job; does nothing for one that has ended."""
+        self._ticket.cancel()
+
+    async def pieces(self) -> AsyncIterator[Piece | Waiting]:
+        """What the answer grows by, to its end.
+
+        Raises ``Refusal`` where the model fails, the time is up or the server ends.
+        """
+        while True:
+            event = await self._next()
+            if event is None:
+                yield Waiting(self._prefilled, len(self.job.prompt_ids))
+            elif isinstance(event, Started):
+                self.cached_tokens = event.cached_tokens
+            elif isinstance(event, Prefilled):
+                self._prefilled = event.done
+            elif isinstance(event, NewToken):
+                self._told = time.monotonic()
+                self._last_token_s = self._told - self._began
+                if self.first_token_s is None:
+                    self.first_token_s = self._last_token_s
+                yield self.transcript.take(event)
+                if self.transcript.stopped:
+                    self.cancel()
+                    yield self.transcript.end("stop")
+                    return
+            elif isinstance(event, Failed):
+                raise Refusal.of(event.error)
+            else:
+                if event.reason == "cancelled":
+                    raise Refusal.busy(
+                        "the server is shutting down; send the request again", 1, code="draining"
+                    )
+                yield self.transcript.end(event.reason)
+                return
+
+    async def _next(self) -> Event | None:
+        """The next event; None where a client should hear that it is still waited for."""
+        now = time.monotonic()
+        quiet_s = self._told + self._keep_alive_s - now
+        left_s = math.inf if self._limit_s is None else self._began + self._limit_s - now
+        if left_s <= 0:
+            raise Refusal(504, f"no end of the answer within {self._limit_s:g} s", code="timeout")
+        try:
+            return self._events.get_nowait()
+        except asyncio.QueueEmpty:
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(self._events.get(), max(0, min(quiet_s, left_s)))
+        self._told = time.monotonic()
+        return None

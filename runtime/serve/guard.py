@@ -1,0 +1,195 @@
+"""Owns what is checked of every request before anything else: key, origin, size, pace.
+
+A layer around the application (ASGI). What it refuses never reaches an endpoint, and a body that is
+too large is never read as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ds4q.runtime.serve.limits import Limits, is_loopback
+from ds4q.runtime.serve.refusal import Refusal
+from ds4q.runtime.serve.respond import refused
+
+OPEN_PATHS = ("/", "/health", "/openapi.json", "/docs")
+"""What needs no key: it holds nothing secret and costs nothing. Everything else does."""
+
+PAGE_PATHS = "/page/"
+LINGER_BYTES = 64 << 20
+LINGER_S = 2.0
+
+log = logging.getLogger("ds4q.serve")
+
+
+class Guard:
+    """Lets requests through to ``app``, or answers them itself.
+
+    Parameters
+    ----------
+    api_key : what ``Authorization: Bearer`` must say; None: no key is needed
+    count : called with path and status of what is refused here
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: Limits,
+        api_key: str | None,
+        count: Callable[[str, int], None],
+    ) -> None:
+        self._app = app
+        self._limits = limits
+        self._key = None if api_key is None else api_key.encode()
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 0
+        body = _Body(receive, send, self._limits)
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await body.send(message)
+
+        headers = Headers(scope=scope)
+        try:
+            refusal = self._refusal(scope["path"], headers)
+            if refusal is not None:
+                refusal.headers["Connection"] = "close"  # its body, if it has one, is not wanted
+                self._count(scope["path"], refusal.status)
+                await refused(refusal)(scope, body.receive, tell)
+            else:
+                await self._app(scope, body.receive, tell)
+        finally:
+            seconds = time.monotonic() - started
+            log.info("%s %s %d, %.3f s", scope["method"], scope["path"], status, seconds)
+
+    def _refusal(self, path: str, headers: Headers) -> Refusal | None:
+        is_open = path in OPEN_PATHS or path.startswith(PAGE_PATHS)
+        if self._key is None:
+            if (refusal := self._foreign(headers)) is not None:
+                return refusal
+        elif not is_open and not self._authorized(headers):
+            given = "authorization" in headers
+            return Refusal(
+                401,
+                "wrong API key" if given else "an API key is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._limits.body_bytes:
+            return too_large(self._limits)
+        return None
+
+    def _authorized(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        matches = hmac.compare_digest(key.strip().encode(), self._key or b"")
+        return scheme.lower() == "bearer" and matches
+
+    def _foreign(self, headers: Headers) -> Refusal | None:
+        """Refuse what a browser sends for a page of another site: nobody is asked for a key."""
+        host = headers.get("host", "")
+        if self._limits.local_only and host and not is_loopback(_name(host)):
+            return Refusal(
+                403,
+                f"host {host!r} is not this machine; without an API key no other name is answered",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            return Refusal(
+                403,
+                f"a page of {origin!r} may not use this server; set an API key",
+                code="origin_not_allowed",
+            )
+        return None
+
+
+def _name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # an address in brackets that is none
+        return ""
+
+
+def too_large(limits: Limits) -> Refusal:
+    """The refusal of a body; its connection cannot be used again."""
+    return Refusal(
+        413,
+        f"the request's body is larger than {limits.body_bytes:,} bytes",
+        code="request_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+class _Body:
+    """A request's body on its way in, and the answer on its way out.
+
+    A client that still sends when the answer is there would lose it with the connection; so what it
+    sends is dropped for a while.
+    """
+
+    def __init__(self, receive: Receive, send: Send, limits: Limits) -> None:
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._seen = 0
+        self._complete = False
+        self._closes = False
+
+    async def receive(self) -> Message:
+        """The next piece; raises ``Refusal`` for one too many, and for none in time."""
+        if self._complete:
+            return await self._receive()  # waits for the client to leave
+        try:
+            async with asyncio.timeout(self._limits.body_idle_s):
+                message = await self._receive()
+        except TimeoutError:
+            raise Refusal(
+                408,
+                f"the request's body has not come within {self._limits.body_idle_s:g} s",
+                code="request_timeout",
+                headers={"Connection": "close"},
+            ) from None
+        self._seen += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._seen > self._limits.body_bytes:
+            raise too_large(self._limits)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass on; where the connection ends before the request has, linger."""
+        if message["type"] == "http.response.start":
+            self._closes = Headers(raw=message["headers"]).get("connection") == "close"
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if not (last and self._closes and not self._complete):
+            await self._send(message)
+            return
+        await self._send({**message, "more_body": True})
+        await self._drop()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _drop(self) -> None:
+        dropped = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while dropped < LINGER_BYTES:
+                    message = await self._receive()
+                    dropped += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return

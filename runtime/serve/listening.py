@@ -1,0 +1,41 @@
+"""Owns the socket that a server listens on. Knows nothing of what is served."""
+
+from __future__ import annotations
+
+import socket
+
+from ds4q.runtime.errors import ServeError
+
+BACKLOG = 1024
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on ``host``; port 0 takes a free one.
+
+    Raises ``ServeError`` where the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen(BACKLOG)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise ServeError(
+            f"cannot listen on {host} port {port}",
+            found=error.strerror or str(error),
+            remedy="choose another --port or --host",
+        ) from None
+    return found
+
+
+def url(listening: socket.socket) -> str:
+    """The address of a listening socket, as a client writes it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

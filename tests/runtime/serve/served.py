@@ -1,0 +1,146 @@
+"""A real server on a port of its own, in a thread, with an engine that answers by a script."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ds4q.quantize.encoding import Encoding
+from ds4q.runtime.serve.app import make_app
+from ds4q.runtime.serve.limits import Limits
+from ds4q.runtime.serve.listening import listen, url
+from ds4q.runtime.serve.scheduler import Scheduler
+from ds4q.runtime.serve.server import Server
+from ds4q.runtime.serve.service import Service
+from ds4q.runtime.text.pieces import DSML
+from ds4q.runtime.text.tokenizer import Tokenizer
+from tests.runtime.serve.scripted import EOS, ScriptedEngine
+
+TINY = Path(__file__).parents[2] / "data" / "ds4-tiny"
+MODEL = "scripted"
+DSML_ID = 262
+PATIENCE_S = 30.0
+
+
+def metadata(*, tools: bool = True) -> dict[str, Any]:
+    """Of ds4-tiny, whose tokens are bytes; ``tools`` adds the control token that tools need."""
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text("utf-8"))
+    if tools:
+        tokenizer["added_tokens"].append(
+            {**tokenizer["added_tokens"][0], "id": DSML_ID, "content": DSML}
+        )
+    return {
+        "config": json.loads((TINY / "config.json").read_text("utf-8")),
+        "tokenizer": json.dumps(tokenizer, ensure_ascii=False),
+        "generation_config": {"eos_token_id": EOS, "temperature": 0},
+    }
+
+
+class Served:
+    """What tests ask a running server with.
+
+    Attributes
+    ----------
+    base : its address
+    http : a client of it
+    """
+
+    def __init__(
+        self, base: str, engine: ScriptedEngine, service: Service, server: Server, key: str | None
+    ) -> None:
+        self.base = base
+        self.engine = engine
+        self.service = service
+        self.server = server
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.http = httpx.Client(base_url=base, headers=headers, timeout=PATIENCE_S)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.base.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    def script(self, answer: str | bytes) -> None:
+        """Answer every chat with these bytes."""
+        self.engine.default = list(answer.encode() if isinstance(answer, str) else answer)
+
+    def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
+        """Ask without reasoning."""
+        body = {"messages": [{"role": "user", "content": content}], **fields}
+        body.setdefault("thinking", {"type": "disabled"})
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def raw(self, request: bytes) -> bytes:
+        """All that the server sends back to these bytes, until it closes the connection."""
+        with socket.create_connection(self.address, timeout=PATIENCE_S) as connection:
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The objects of a stream that ended as it should."""
+    lines = [line for line in response.text.split("\n\n") if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines), response.text
+    assert lines[-1] == "data: [DONE]", response.text
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@contextmanager
+def serving(
+    engine: ScriptedEngine | None = None,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    encoding: Encoding | None = None,
+    tools: bool = True,
+    queue: int = 64,
+    concurrent: int = 8,
+    load: Callable[[Callable[[int, int], None]], Any] | None = None,
+    wait: bool = True,
+    about: Mapping[str, str] | None = None,
+) -> Iterator[Served]:
+    """A server with ``engine``; ``load`` replaces how it is loaded."""
+    engine = engine or ScriptedEngine()
+    described = metadata(tools=tools)
+    tokenizer = Tokenizer.from_metadata(described)
+    assert tokenizer is not None
+    service = Service(
+        load or (lambda report: engine),
+        lambda made: Scheduler(made, queue=queue, concurrent=concurrent, prefix_cache_bytes=1 << 20),
+    )
+    app = make_app(
+        service,
+        model_name=MODEL,
+        tokenizer=tokenizer,
+        metadata=described,
+        limits=limits,
+        api_key=api_key,
+        encoding=encoding,
+        about=about,
+    )
+    server = Server(app, service)
+    listening = listen("127.0.0.1", 0)
+    base = url(listening)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    service.start()
+    thread.start()
+    served = Served(base, engine, service, server, api_key)
+    try:
+        if wait:
+            assert service.wait(PATIENCE_S)
+        yield served
+    finally:
+        served.http.close()
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+        service.close()
+    assert not thread.is_alive()
