@@ -239,7 +239,7 @@ def _serve(
             path=loading.file,
             remedy="quantize a checkpoint with its tokenizer.json",
         )
-    encoding = model.read_encoding(metadata)
+    encoding = model.read_encoding(loading.file, metadata)
     about: dict[str, str] = {"kv_type": loading.kv_type}
     service = Service(
         lambda report: _load(loading, limits.max_context, report, about),
