@@ -25,7 +25,15 @@ from ds4q.runtime.serve.job import Event, Failed, Finished, NewToken, Prefilled,
 from ds4q.runtime.serve.scheduler import Scheduler
 from tests.checks import check_refused
 from tests.runtime.serve.heard import Heard, answer, ask, job
-from tests.runtime.serve.scripted import ASSISTANT, BOS, EOS, ScriptedEngine
+from tests.runtime.serve.scripted import (
+    ASSISTANT,
+    BOS,
+    EOS,
+    PATIENCE_S,
+    ScriptedEngine,
+    ScriptedSnapshot,
+    ScriptedState,
+)
 
 ROOM = 1 << 20
 HI = [BOS, 1, 2, ASSISTANT, 261]
@@ -310,6 +318,22 @@ def test_the_same_prompt_again_computes_one_token(
     assert again.ids == [*ANSWER, EOS]
 
 
+def test_what_is_held_already_is_not_copied_again(
+    engine: ScriptedEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    sound = engine.snapshot
+
+    def snapshot(state: ScriptedState) -> ScriptedSnapshot:
+        taken.append(state.position)
+        return sound(state)
+
+    monkeypatch.setattr(engine, "snapshot", snapshot)
+    for _ in range(2):
+        answer(scheduler, job(HI, marks=[4]))
+    assert taken == [4, 5, 8]
+
+
 def test_without_marks_the_end_of_the_prompt_and_of_the_answer_are_kept(
     scheduler: Scheduler,
 ) -> None:
@@ -395,6 +419,24 @@ def test_leaving_in_prefill(engine: ScriptedEngine, scheduler: Scheduler) -> Non
     assert len(engine.forwards) == 2
     assert answer(scheduler, job(HI)).ids == [*ANSWER, EOS]
     assert engine.live_states == 0
+
+
+def test_leaving_while_others_are_answered_computes_no_more_of_the_prompt(
+    engine: ScriptedEngine, scheduler: Scheduler
+) -> None:
+    engine.answers[tuple(HI)] = [10] * 90
+    with engine.held():
+        first, _ = ask(scheduler, job(HI, max_tokens=9))
+        engine.await_held()
+        second, ticket = ask(scheduler, job(chat(*[5] * 300)))
+        while len(engine.forwards) < 4:
+            engine.step()
+        assert engine.forwards[2][0][0] == 0  # its prompt has begun
+        assert engine.forwards[3] == [(6, [10])]
+        ticket.cancel()
+    assert second.finished().reason == "cancelled"
+    assert first.finished().reason == "length"
+    assert all(len(ids) == 1 for parts in engine.forwards[3:] for _, ids in parts)
 
 
 def test_leaving_while_answered(engine: ScriptedEngine, scheduler: Scheduler) -> None:
@@ -566,6 +608,23 @@ def test_what_is_left_after_the_time_is_cancelled(
     assert {each.finished().reason for each in heard} == {"cancelled"}
     assert engine.live_states == 0
     assert scheduler.drain(0)
+
+
+def test_it_is_not_idle_before_the_last_event_is_told(scheduler: Scheduler) -> None:
+    told, go_on = threading.Event(), threading.Event()
+
+    def listener(event: Event) -> None:
+        if isinstance(event, Finished):
+            told.set()
+            assert go_on.wait(PATIENCE_S)
+
+    scheduler.submit(job(HI), listener)
+    assert told.wait(PATIENCE_S)
+    assert scheduler.stats().running == 0
+    with scheduler._changed:
+        assert not scheduler._idle()
+    go_on.set()
+    assert scheduler.drain(PATIENCE_S)
 
 
 def test_closing_ends_all_and_frees_all(engine: ScriptedEngine) -> None:
