@@ -52,7 +52,7 @@ class Asker:
         config = self._engine.metadata["config"]
         generation = generate(
             self._engine,
-            encode_chat(config, self._tokenizer, messages, path=self._path),
+            encode_chat(config, self._tokenizer, messages, path=self._path).ids,
             max_tokens=ANSWER_TOKENS,
             context_tokens=self._engine.max_context,
             sampler=Sampler(temperature=0, top_p=1, seed=0),

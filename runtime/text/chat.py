@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds4q.quantize.config import MODEL_TYPE
+from ds4q.quantize.encoding import EFFORTS, Encoding
 from ds4q.runtime.errors import ChatError
 from ds4q.runtime.text.pieces import (
     ASSISTANT,
@@ -22,14 +23,36 @@ from ds4q.runtime.text.pieces import (
     TITLE_TASK,
     USER,
     USER_TASKS,
+    Control,
+    Piece,
     Prompt,
+    template,
 )
 from ds4q.runtime.text.tokenizer import Tokenizer
-from ds4q.runtime.text.tools import tool_block, tool_calls_block
+from ds4q.runtime.text.tools import to_json, tool_block, tool_calls_block
 
 BLANK_LINE = "\n\n"
 ROLES = ("system", "user", "developer", "latest_reminder", "assistant", "tool")
+NEEDS_ENCODING = "it is part of a release: name its folder encoding/ with --encoding PATH"
+ANSWERED = ("user", "developer", "latest_reminder", "tool")  # what stands before an answer
 ASKING = ("user", "developer")  # the roles that a turn of the model answers
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the model reads it.
+
+    Attributes
+    ----------
+    ids : token ids
+    marks : ascending numbers of leading ids: up to behind each Assistant token, where the next
+        prompt of the conversation may differ (by its think token, and by reasoning left out)
+    thinking : the answer begins inside the reasoning
+    """
+
+    ids: list[int]
+    marks: tuple[int, ...]
+    thinking: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +73,7 @@ class _Turn:
     blocks: list[_Block] = field(default_factory=list)
     reasoning: str = ""
     tools: Sequence[Any] = ()
+    response_format: Any = None
     calls: Sequence[Any] = ()
     task: str | None = None
     eos: bool = True
@@ -74,11 +98,40 @@ def encode_chat(
     messages: Sequence[Any],
     *,
     thinking: bool = False,
+    effort: str = "low",
+    encoding: Encoding | None = None,
+    drop_thinking: bool = True,
     path: object = None,
-) -> list[int]:
-    """Token ids of ``render(messages)`` for the model that ``config`` describes."""
+) -> ChatPrompt:
+    """The prompt for an answer by the model that ``config`` describes: ``render``, in token ids.
+
+    The last message may be the beginning of the answer: an assistant message with ``prefix: true``.
+    It is then continued, in chat mode, whatever ``thinking`` says.
+
+    Raises
+    ------
+    ChatError : what ``render`` refuses, a last message that asks for no answer, a prefix elsewhere
+    ControlTokenError : the tokenizer lacks a control token
+    """
     require_model_type(config, path=path)
-    return render(messages, thinking=thinking).encode(tokenizer)
+    continued = _is_prefix(messages)
+    rendered = render(
+        [*messages[:-1], {**messages[-1], "wo_eos": True}] if continued else messages,
+        thinking=thinking and not continued,
+        effort=effort,
+        encoding=encoding,
+        drop_thinking=drop_thinking,
+    )
+    if not continued and messages[-1]["role"] not in ANSWERED:
+        raise ChatError(
+            f"the last message is of role {messages[-1]['role']!r}: it asks for no answer",
+            expected="a message of the user, or of the assistant with prefix: true",
+        )
+    ids = rendered.encode(tokenizer)
+    # The bare token: no text is ever encoded as it.
+    assistant = tokenizer.controls.get(ASSISTANT)
+    marks = tuple(place + 1 for place, token in enumerate(ids) if token == assistant)
+    return ChatPrompt(ids, marks, thinking=rendered.pieces[-1] == Control(THINK))
 
 
 def encode_raw(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -88,12 +141,26 @@ def encode_raw(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def attach_tools(messages: Sequence[Any], tools: Sequence[Any]) -> list[Any]:
     """Messages with ``tools`` on the leading system message, which is added where there is none."""
-    if not tools:
+    return _attach(messages, "tools", tools) if tools else list(messages)
+
+
+def attach_response_format(
+    messages: Sequence[Any], response_format: Mapping[str, Any] | None
+) -> list[Any]:
+    """Messages with ``response_format`` on the leading system message, as ``attach_tools`` does.
+
+    None and ``{"type": "text"}`` ask for nothing.
+    """
+    if response_format is None or response_format.get("type") == "text":
         return list(messages)
+    return _attach(messages, "response_format", response_format)
+
+
+def _attach(messages: Sequence[Any], key: str, value: Any) -> list[Any]:
     first = messages[0] if messages else None
     if isinstance(first, Mapping) and first.get("role") == "system":
-        return [{**first, "tools": tools}, *messages[1:]]
-    return [{"role": "system", "content": "", "tools": tools}, *messages]
+        return [{**first, key: value}, *messages[1:]]
+    return [{"role": "system", "content": "", key: value}, *messages]
 
 
 def render(
@@ -102,32 +169,32 @@ def render(
     thinking: bool = False,
     drop_thinking: bool = True,
     effort: str = "low",
+    encoding: Encoding | None = None,
 ) -> Prompt:
     """The prompt for a conversation.
 
     Parameters
     ----------
     messages : objects with ``role`` and ``content`` in the OpenAI shape, optionally
-        ``reasoning_content``, ``tool_calls``, ``tool_call_id``, ``tools``, ``task``, ``wo_eos``
+        ``reasoning_content``, ``tool_calls``, ``tool_call_id``, ``tools``, ``response_format``,
+        ``task``, ``wo_eos``
     thinking : let the model reason first; otherwise the reasoning is closed before it begins
     drop_thinking : leave out the reasoning of turns before the last question (never with tools)
-    effort : only ``low`` here; the texts for more are part of a release, not of this program
+    effort : ``low``, ``high`` or ``max``: how much reasoning to ask for, in thinking mode
+    encoding : the release's texts for more effort and for a response format
 
     Raises
     ------
-    ChatError : no messages, an unknown role, or content that the format cannot express
+    ChatError : no messages, an unknown role, content that the format cannot express, or an effort
+        or response format whose text is not at hand
     """
-    if thinking and effort != "low":
-        raise ChatError(
-            f"effort {effort!r} needs the text of a release's encoding file",
-            expected="effort 'low'",
-        )
+    effort_text = _effort_text(effort, encoding) if thinking else []
     turns = _prepare(messages)
     dropping = thinking and drop_thinking and not any(turn.tools for turn in turns)
     if dropping:
         turns = _drop_developers(turns)
     last = _last_asking(turns)
-    prompt = Prompt().control(BOS)
+    prompt = Prompt().control(BOS).extend(effort_text)
     for index, turn in enumerate(turns):
         following = turns[index + 1].role if index + 1 < len(turns) else None
         if turn.role == "assistant":
@@ -135,13 +202,49 @@ def render(
             shown = thinking and not after_task and (not dropping or index > last)
             _render_assistant(prompt, turn, shown)
             continue
-        _render_input(prompt, turn)
+        _render_input(prompt, turn, encoding)
         if turn.role in ASKING and following in (None, "assistant", "latest_reminder"):
             _render_opening(prompt, turn, thinking and (not dropping or index >= last))
     return prompt
 
 
-def _render_input(prompt: Prompt, turn: _Turn) -> None:
+def _effort_text(effort: str, encoding: Encoding | None) -> list[Piece]:
+    """What follows BOS; least effort needs no text, and so no release's file."""
+    if effort not in EFFORTS:
+        raise ChatError("unknown effort", expected=", ".join(EFFORTS), found=repr(effort))
+    text = "" if encoding is None and effort == EFFORTS[0] else None
+    if encoding is not None:
+        text = encoding.efforts.get(effort)
+    if text is None:
+        raise ChatError(f"no text for effort {effort!r}", remedy=NEEDS_ENCODING)
+    return list(template(text))
+
+
+def _is_prefix(messages: Sequence[Any]) -> bool:
+    """Whether the last message is the beginning of the answer to the one before it."""
+    marked = [m if isinstance(m, Mapping) else {} for m in messages]
+    for number, message in enumerate(marked):
+        prefix = message.get("prefix")
+        if prefix is None or prefix is False:
+            continue
+        before = marked[number - 1].get("role") if number else None
+        if (
+            prefix is not True
+            or message is not marked[-1]
+            or message.get("role") != "assistant"
+            or message.get("tool_calls")
+            or before not in ANSWERED
+        ):
+            raise ChatError(
+                f"message {number} cannot be a prefix",
+                expected="prefix: true on a last message of the assistant that follows a question "
+                "and calls no tool",
+            )
+        return True
+    return False
+
+
+def _render_input(prompt: Prompt, turn: _Turn, encoding: Encoding | None) -> None:
     if turn.role in ASKING:
         prompt.control(USER)
     elif turn.role == "latest_reminder":
@@ -152,6 +255,11 @@ def _render_input(prompt: Prompt, turn: _Turn) -> None:
         prompt.text(turn.text)
     if turn.tools:
         prompt.text(BLANK_LINE).extend(tool_block(turn.tools))
+    if turn.response_format is not None:
+        if encoding is None or encoding.response_format is None:
+            raise ChatError("no text for a response format", remedy=NEEDS_ENCODING)
+        prompt.text(BLANK_LINE).extend(template(encoding.response_format))
+        prompt.text(to_json(turn.response_format))
 
 
 def _render_opening(prompt: Prompt, turn: _Turn, thinks: bool) -> None:
@@ -241,11 +349,8 @@ def _turn(message: Mapping[str, Any], number: int) -> _Turn:
         turn.reasoning = _reasoning(message, number)
         turn.task = _task(message, number)
         turn.eos = not message.get("wo_eos")
-    elif message.get("response_format") is not None:
-        raise ChatError(
-            f"message {number} asks for a response_format",
-            remedy="its wording is part of a release's encoding file, which is not read yet",
-        )
+    elif role in ("system", "developer"):
+        turn.response_format = message.get("response_format")
     return turn
 
 

@@ -5,7 +5,8 @@ Keeping the two apart until encoding is what stops caller text from becoming a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ds4q.runtime.text.tokenizer import Tokenizer
@@ -38,6 +39,15 @@ class Control:
 
 
 Piece = Control | str
+
+
+_IN_TEMPLATES = re.compile(f"({DSML}|{THINK}|{THINK_END})")
+
+
+def template(text: str) -> Iterator[Piece]:
+    """Pieces of the format's own text: what spells a control token here is one."""
+    for part in _IN_TEMPLATES.split(text):
+        yield Control(part) if _IN_TEMPLATES.fullmatch(part) else part
 
 
 class Prompt:

@@ -7,12 +7,11 @@ Copyright (c) 2023 DeepSeek); the model was trained on these bytes, so a test ho
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds4q.runtime.errors import ChatError
-from ds4q.runtime.text.pieces import DSML, THINK, THINK_END, Control, Piece, Prompt
+from ds4q.runtime.text.pieces import DSML, THINK, THINK_END, Piece, Prompt, template
 
 HEAD = f"""\
 ## Tools
@@ -49,22 +48,20 @@ TAIL = """
 You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
 """
 
-_CONTROLS = re.compile(f"({DSML}|{THINK}|{THINK_END})")
-
 
 def tool_block(tools: Sequence[Any]) -> list[Piece]:
     """The block that tells the model its tools: head, one line of JSON per tool, tail."""
     lines = "\n".join(to_json(_function(tool, "tool")) for tool in tools)
-    return Prompt().extend(_template(HEAD)).text(lines).extend(_template(TAIL)).pieces
+    return Prompt().extend(template(HEAD)).text(lines).extend(template(TAIL)).pieces
 
 
 def tool_calls_block(calls: Sequence[Any]) -> list[Piece]:
     """The block that an assistant turn writes to call tools; no line feed after the last tag."""
-    block = Prompt().extend(_template(f"<{DSML}tool_calls>\n"))
+    block = Prompt().extend(template(f"<{DSML}tool_calls>\n"))
     for call in calls:
         function = _function(call, "tool call")
         name = _name(function.get("name"), "a tool call")
-        block.extend(_template(f"<{DSML}invoke name="))
+        block.extend(template(f"<{DSML}invoke name="))
         block.text(f'"{name}">\n')
         for number, (key, value) in enumerate(_arguments(function)):
             is_string = isinstance(value, str)
@@ -75,12 +72,12 @@ def tool_calls_block(calls: Sequence[Any]) -> list[Piece]:
                     remedy="the format has no escape for it",
                 )
             block.text("\n" if number else "")
-            block.extend(_template(f"<{DSML}parameter name="))
+            block.extend(template(f"<{DSML}parameter name="))
             block.text(f'"{_name(key, f"an argument of tool {name!r}")}"')
             block.text(f' string="{"true" if is_string else "false"}">{text}')
-            block.extend(_template(f"</{DSML}parameter>"))
-        block.extend(_template(f"\n</{DSML}invoke>\n"))
-    return block.extend(_template(f"</{DSML}tool_calls>")).pieces
+            block.extend(template(f"</{DSML}parameter>"))
+        block.extend(template(f"\n</{DSML}invoke>\n"))
+    return block.extend(template(f"</{DSML}tool_calls>")).pieces
 
 
 def to_json(value: Any) -> str:
@@ -89,12 +86,6 @@ def to_json(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ChatError("a value cannot be written as JSON", found=str(error)) from None
-
-
-def _template(text: str) -> Iterator[Piece]:
-    """Pieces of the format's own text: what spells a control token here is one."""
-    for part in _CONTROLS.split(text):
-        yield Control(part) if _CONTROLS.fullmatch(part) else part
 
 
 def _function(entry: Any, what: str) -> Mapping[str, Any]:

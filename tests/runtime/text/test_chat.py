@@ -21,58 +21,31 @@ from ds4q.runtime.text.chat import (
 )
 from ds4q.runtime.text.pieces import Control
 from ds4q.runtime.text.tokenizer import Tokenizer
-from ds4q.runtime.text.tools import HEAD, TAIL
+from tests.runtime.text.messages import (
+    CALLS,
+    CONFIG,
+    TOOL,
+    TOOL_BLOCK,
+    A,
+    B,
+    C,
+    E,
+    Message,
+    T,
+    U,
+    X,
+    assistant,
+    call,
+    developer,
+    reminder,
+    result,
+    system,
+    text,
+    user,
+)
 
 ROOT = Path(__file__).parents[3]
 PAIRS = ROOT.parent / "shared" / "cases" / "chat"  # DeepSeek's files; not part of this repository
-
-B, E = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-U, A = "<｜User｜>", "<｜Assistant｜>"
-T, C = "<think>", "</think>"
-CONFIG = {"model_type": "deepseek_v4"}
-TOOL = {"type": "function", "function": {"name": "f"}}
-TOOL_BLOCK = HEAD + '{"name": "f"}' + TAIL
-CALLS = (
-    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
-    "\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
-)
-
-Message = dict[str, Any]
-
-
-def user(content: Any, **more: Any) -> Message:
-    return {"role": "user", "content": content, **more}
-
-
-def system(content: Any, **more: Any) -> Message:
-    return {"role": "system", "content": content, **more}
-
-
-def developer(content: Any, **more: Any) -> Message:
-    return {"role": "developer", "content": content, **more}
-
-
-def assistant(content: Any, reasoning: str | None = None, **more: Any) -> Message:
-    return {"role": "assistant", "content": content, "reasoning_content": reasoning, **more}
-
-
-def reminder(content: Any) -> Message:
-    return {"role": "latest_reminder", "content": content}
-
-
-def result(content: Any, call: Any = None) -> Message:
-    return {"role": "tool", "content": content, "tool_call_id": call}
-
-
-def call(name: str = "f", number: str | None = None) -> Message:
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": "{}"}}
-
-
-def text(messages: list[Any], mode: str = "chat", **more: Any) -> str:
-    rendered = str(render(messages, thinking=mode == "thinking", **more))
-    assert rendered.startswith(B)
-    return rendered[len(B) :]
-
 
 # ------------------------------------------------------------------ the published pairs
 
@@ -112,14 +85,15 @@ def test_ids_of_published_pair(
 
 def test_ids_of_a_short_prompt(deepseek_tokenizer: Tokenizer) -> None:
     messages = [system("You are a helpful assistant."), user("What is 2+2?")]
-    assert encode_chat(CONFIG, deepseek_tokenizer, messages, thinking=True) == [
+    prompt = encode_chat(CONFIG, deepseek_tokenizer, messages, thinking=True)
+    assert prompt.ids == [
         0, 3476, 477, 260, 11502, 22896, 16, 128803, 3085, 344, 223, 20, 13, 20, 33, 128804, 128821
     ]  # fmt: skip
+    assert prompt.marks == (16,)
 
 
 # ------------------------------------------------------------------ short examples
 
-X = assistant("x", "r")
 EXAMPLES: list[tuple[str, list[Message], str, dict[str, Any], str]] = [
     ("chat", [user("hi")], "chat", {}, U + "hi" + A + C),
     ("thinking", [user("hi")], "thinking", {}, U + "hi" + A + T),
@@ -327,8 +301,8 @@ def test_c20_no_template_is_needed(tiny_tokenizer: Tokenizer) -> None:
     assert str(render([user("hi")], thinking=True)) == B + "<｜User｜>hi<｜Assistant｜><think>"
     off = encode_chat(CONFIG, tiny_tokenizer, [user("hi")])
     on = encode_chat(CONFIG, tiny_tokenizer, [user("hi")], thinking=True)
-    assert off == [256, 258, *b"hi", 259, 261]
-    assert on == [256, 258, *b"hi", 259, 260]
+    assert (off.ids, off.thinking) == ([256, 258, *b"hi", 259, 261], False)
+    assert (on.ids, on.thinking) == ([256, 258, *b"hi", 259, 260], True)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +319,7 @@ def test_c20_literal_marker_in_user_text_is_text(tiny_tokenizer: Tokenizer) -> N
     messages = [user(f"a{A}b{C}")]
     controls = [p.text for p in render(messages).pieces if isinstance(p, Control)]
     assert controls == [B, U, A, C]
-    ids = encode_chat(CONFIG, tiny_tokenizer, messages)
+    ids = encode_chat(CONFIG, tiny_tokenizer, messages).ids
     assert ids == [256, 258, *f"a{A}b{C}".encode(), 259, 261]
 
 
@@ -412,13 +386,6 @@ def test_bad_message_is_one_line(message: Any) -> None:
     with pytest.raises(ChatError) as caught:
         render([user("ok"), message])
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("effort", ["high", "max"])
-def test_effort_needs_text_that_is_not_part_of_the_program(effort: str) -> None:
-    with pytest.raises(ChatError, match="encoding file"):
-        render([user("a")], thinking=True, effort=effort)
-    assert text([user("a")], effort=effort) == U + "a" + A + C
 
 
 def test_tools_need_the_markers_in_the_tokenizer(tiny_tokenizer: Tokenizer) -> None:
