@@ -166,17 +166,18 @@ class ModelOptions:
             self.kv_type or _registered_kv_type(file, quiet=quiet),
         )
 
-    def read_encoding(self, metadata: Mapping[str, Any]) -> Encoding | None:
-        """The texts of a release's prompt format: those of --encoding, else the artifact's own.
+    def read_encoding(self, file: Path, metadata: Mapping[str, Any]) -> Encoding | None:
+        """The texts of a release's prompt format: of --encoding, else ``file``'s own or beside it.
 
-        Raises ``EncodingError`` for a file that cannot be read as one.
+        Raises ``EncodingError`` for what cannot be read as such.
         """
-        from ds4q.quantize.encoding import encoding_from_metadata, parse_encoding
+        from ds4q.quantize.encoding import find_encoding, parse_encoding
 
         if self.encoding is None:
-            return encoding_from_metadata(metadata)
-        found = parse_encoding(self.encoding)
-        warn_of(found.notes)
+            found = find_encoding(file, metadata)
+        else:
+            found = parse_encoding(self.encoding)
+        warn_of(found.notes if found is not None else ())
         return found
 
 

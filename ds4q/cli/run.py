@@ -6,32 +6,36 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ds4q.cli.chat import PREFIX_CACHE_BYTES, Chat, on_terminal
 from ds4q.cli.common import (
     claim_report,
     emit_json,
     json_option,
     say,
     talk_options,
-    warn,
     write_report,
 )
 from ds4q.cli.experts import cache_report, say_breakdown, say_cache
-from ds4q.cli.loading import ModelOptions, model_options
+from ds4q.cli.loading import Loading, ModelOptions, model_options, warn_of
 
 if TYPE_CHECKING:
     from ds4q.runtime.generate import Generation
     from ds4q.runtime.sampling import Sampler
+    from ds4q.runtime.serve.conversation import ChatFormat, Manner
+    from ds4q.runtime.text.answer import ToolCall
     from ds4q.runtime.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 1024
 LARGEST_SEED = (1 << 63) - 1
+EFFORTS = ("low", "high", "max")
 DRAWN_SEEDS = 1 << 32  # short to type again, and exact in every JSON reader
 
 
@@ -61,7 +65,12 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE.hfq")
-@click.option("-p", "--prompt", metavar="TEXT", help="What to say. Without it stdin is read.")
+@click.option(
+    "-p",
+    "--prompt",
+    metavar="TEXT",
+    help="What to say. Without it stdin is read; a terminal there is a chat.",
+)
 @click.option(
     "--prompt-ids",
     type=TokenIds(),
@@ -73,6 +82,13 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     "--think/--no-think",
     default=False,
     help="Let the model reason before it answers. The default is chat without reasoning.",
+)
+@click.option(
+    "--reasoning-effort",
+    type=click.Choice(EFFORTS),
+    default="low",
+    show_default=True,
+    help="With --think: how much to reason. More than low takes a text of the model's release.",
 )
 @click.option(
     "--max-tokens",
@@ -121,6 +137,7 @@ def command(
     prompt_ids: list[int] | None,
     raw: bool,
     think: bool,
+    reasoning_effort: str,
     max_tokens: int,
     temp: float | None,
     top_p: float | None,
@@ -138,68 +155,113 @@ def command(
     prompt is what stdin holds, less one final line break. With --think the reasoning comes first,
     between <think> and </think>. Where the artifact has no tokenizer, token ids are printed.
 
+    On a terminal, without a prompt, it is a chat: /help there says more.
+
     Example: ds4q run model.hfq -p "What is 2+2?" --temp 0
     """
     if prompt is not None and prompt_ids:
         raise click.UsageError("-p and --prompt-ids exclude each other")
     if think and (raw or prompt_ids):
         raise click.UsageError("--think belongs to the chat format: leave out --raw, --prompt-ids")
+    if reasoning_effort != "low" and not think:
+        raise click.UsageError("--reasoning-effort belongs to --think")
     if stats is not None:
         claim_report(stats, "--stats", b'"timings"')
         trace = model.experts.trace
         if trace is not None and stats.resolve() == trace.resolve():
             raise click.UsageError("--stats and --trace name the same file")
+    chatting = prompt is None and not prompt_ids and on_terminal()
+    if chatting and (raw or as_json or stats is not None):
+        raise click.UsageError("--raw, --json and --stats need a prompt: -p, or text in stdin")
     loading = model.loading(file, quiet=quiet)
-    text = None if prompt_ids else _prompt_text(prompt)
+    text = "" if prompt_ids or chatting else _prompt_text(prompt)
 
-    from ds4q.artifact.hfq import Reader
-    from ds4q.runtime.generate import check_prompt, generate, metadata_object, stop_ids
+    from ds4q.runtime.generate import check_prompt, metadata_object, stop_ids
+    from ds4q.runtime.serve.conversation import ChatFormat, Manner
+    from ds4q.runtime.text.chat import encode_raw
     from ds4q.runtime.text.tokenizer import Tokenizer
 
     # What the metadata alone can refuse is refused before the weights are read.
-    with Reader(file) as reader:
-        metadata = reader.metadata
-        for warning in reader.warnings:
-            warn(f"{file}: {warning}")
+    metadata = _metadata(file)
     tokenizer = Tokenizer.from_metadata(metadata, path=file)
     stops = stop_ids(metadata, tokenizer)
     sampler = _sampler(metadata, temp, top_p, seed)
-    ids = prompt_ids or _encode(text or "", metadata, tokenizer, file, raw=raw, think=think)
-    vocabulary = metadata_object(metadata, "config").get("vocab_size")
+    drawn = (sampler.temperature, sampler.top_p, sampler.seed)
+    manner = Manner(max_tokens, *drawn, stops, ignore_eos)
+    config = metadata_object(metadata, "config")
+    telling = _Telling(think, as_json, stats, quiet, verbose)
+    ids = prompt_ids
+    if not ids:
+        tokenizer = _required(tokenizer, file)
+        if raw:
+            ids = encode_raw(tokenizer, text)
+        else:
+            encoding = model.read_encoding(file, metadata) if think or model.encoding else None
+            words = ChatFormat(config, tokenizer, file, encoding, think, reasoning_effort)
+            ids = words.prompt([{"role": "user", "content": text}]).ids
+            if chatting:  # the prompt above shows that there can be one
+                return _chat(loading, words, manner, telling)
+    vocabulary = config.get("vocab_size")
     if isinstance(vocabulary, int):  # else the engine says what is wrong with the config
         check_prompt(ids, vocabulary)
+    _generate(loading, ids, tokenizer, sampler, manner, telling)
+
+
+@dataclass(frozen=True, slots=True)
+class _Telling:
+    """What is told of a run, and where."""
+
+    thinking: bool
+    as_json: bool
+    stats: Path | None
+    quiet: bool
+    verbose: bool
+
+
+def _generate(
+    loading: Loading,
+    ids: Sequence[int],
+    tokenizer: Tokenizer | None,
+    sampler: Sampler,
+    manner: Manner,
+    telling: _Telling,
+) -> None:
+    """Load the model, and continue one prompt."""
+    from ds4q.runtime.generate import generate
 
     with ExitStack() as stack:
         started = time.perf_counter()
-        engine, where = loading.open(stack, len(ids) + max_tokens)
+        engine, where = loading.open(stack, len(ids) + manner.max_tokens)
         load_s = time.perf_counter() - started
         generation = generate(
             engine,
             ids,
-            max_tokens=max_tokens,
+            max_tokens=manner.max_tokens,
             context_tokens=engine.max_context,
             sampler=sampler,
-            stop_ids=stops,
-            ignore_stop=ignore_eos,
+            stop_ids=manner.stop_ids,
+            ignore_stop=manner.ignore_stop,
             tokenizer=tokenizer,
         )
         stop = None
         try:
-            if as_json:
+            if telling.as_json:
                 list(generation)
             else:
-                _Screen(as_ids=tokenizer is None, thinking=think).run(generation)
+                _Screen(as_ids=tokenizer is None, thinking=telling.thinking).run(generation)
         except KeyboardInterrupt as interrupt:
             stop = interrupt  # what there is so far is still reported
             generation.end()
         cache = cache_report(engine.cache_counters(), loading.cache, generation.rates())
-    report = _report(generation, sampler, load_s, cache) | {"device": where}
-    if as_json:
-        emit_json(_answer(generation, has_text=tokenizer is not None, thinking=think) | report)
-    if stats is not None:
-        write_report(stats, json.dumps(report, indent=2) + "\n")
-    if not quiet:
-        _say_statistics(report, engine.load_s if verbose else None)
+    report = _report(generation, sampler, load_s, cache)
+    report |= {"device": where, "kv_type": loading.kv_type}
+    if telling.as_json:
+        answer = _answer(generation, has_text=tokenizer is not None, thinking=telling.thinking)
+        emit_json(answer | report)
+    if telling.stats is not None:
+        write_report(telling.stats, json.dumps(report, indent=2) + "\n")
+    if not telling.quiet:
+        _say_statistics(report, engine.load_s if telling.verbose else None)
     if stop is not None:
         raise stop
 
@@ -223,18 +285,17 @@ def _prompt_text(prompt: str | None) -> str:
     return text
 
 
-def _encode(
-    text: str,
-    metadata: Mapping[str, Any],
-    tokenizer: Tokenizer | None,
-    file: Path,
-    *,
-    raw: bool,
-    think: bool,
-) -> list[int]:
+def _metadata(file: Path) -> Mapping[str, Any]:
+    """An artifact's metadata; warns of what its reader does."""
+    from ds4q.artifact.hfq import Reader
+
+    with Reader(file) as reader:
+        warn_of([f"{file}: {warning}" for warning in reader.warnings])
+        return reader.metadata
+
+
+def _required(tokenizer: Tokenizer | None, file: Path) -> Tokenizer:
     from ds4q.runtime.errors import PromptError
-    from ds4q.runtime.generate import metadata_object
-    from ds4q.runtime.text.chat import encode_chat, encode_raw
 
     if tokenizer is None:
         raise PromptError(
@@ -242,11 +303,26 @@ def _encode(
             path=file,
             remedy="pass the prompt as --prompt-ids 1,2,3",
         )
-    if raw:
-        return encode_raw(tokenizer, text)
-    messages = [{"role": "user", "content": text}]
-    config = metadata_object(metadata, "config")
-    return encode_chat(config, tokenizer, messages, thinking=think, path=file)
+    return tokenizer
+
+
+def _chat(loading: Loading, words: ChatFormat, manner: Manner, telling: _Telling) -> None:
+    """Chat on the terminal until the user ends it."""
+    from ds4q.runtime.serve.conversation import Conversation
+    from ds4q.runtime.serve.scheduler import Scheduler
+
+    with ExitStack() as stack:
+        engine, _ = loading.open(stack, None)
+        if telling.verbose:
+            say_breakdown(engine.load_s)
+        scheduler = Scheduler(engine, queue=1, concurrent=1, prefix_cache_bytes=PREFIX_CACHE_BYTES)
+        stack.callback(scheduler.close)
+        chat = Chat(Conversation(scheduler, words, manner), quiet=telling.quiet)
+        chat.run()
+        times = {"prefill_s": chat.prefill_s, "decode_s": chat.decode_s}
+        cache = cache_report(engine.cache_counters(), loading.cache, times)
+    if cache is not None and not telling.quiet:
+        say_cache(cache, verbose=telling.verbose)
 
 
 def _sampler(
@@ -270,37 +346,43 @@ class _Screen:
     """
 
     def __init__(self, *, as_ids: bool, thinking: bool) -> None:
-        from ds4q.runtime.text.decode import ReasoningStream
+        from ds4q.runtime.text.answer import AnswerStream
         from ds4q.runtime.text.pieces import THINK, THINK_END
 
         self._as_ids = as_ids
         self._last = ""
-        self._think_end = THINK_END
-        self._split = ReasoningStream() if thinking else None
+        self._think_end = THINK_END + "\n"
+        self._answer = AnswerStream(thinking=thinking, tools=False)
+        self._in_reasoning = thinking
         self._write(THINK if thinking else "")
 
     def run(self, generation: Generation) -> None:
         """Write until the generation ends; an interrupt still ends the line."""
         try:
             for step in generation:
-                self._show(f"{',' if self._last else ''}{step.id}" if self._as_ids else step.text)
+                if self._as_ids:
+                    self._write(f"{',' if self._last else ''}{step.id}")
+                else:
+                    self._show(self._answer.push(step.text))
         except KeyboardInterrupt:
-            self._show(generation.end())
+            self._show(self._answer.push(generation.end()))
             raise
         finally:
-            if self._split is not None:
-                self._write("".join(piece for _, piece in self._split.finish()))
+            self._show(self._answer.finish(generation.finish_reason or "stop"))
             self._write("" if self._last.endswith("\n") else "\n")
 
-    def _show(self, text: str) -> None:
-        if self._split is None:
-            self._write(text)
-            return
-        before = self._split.channel
-        for channel, piece in self._split.push(text):
-            self._write("" if channel == before else self._think_end + "\n")
-            self._write(piece)
-            before = channel
+    def _show(self, pieces: Sequence[tuple[str, str] | ToolCall]) -> None:
+        for piece in pieces:
+            if isinstance(piece, tuple):  # as it is without tools
+                channel, text = piece
+                self._leave_reasoning(channel)
+                self._write(text)
+        self._leave_reasoning(self._answer.channel)
+
+    def _leave_reasoning(self, channel: str) -> None:
+        if self._in_reasoning and channel == "content":
+            self._in_reasoning = False
+            self._write(self._think_end)
 
     def _write(self, text: str) -> None:
         if text:
