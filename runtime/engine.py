@@ -22,16 +22,16 @@ from ds4q.runtime import kv
 from ds4q.runtime.backend.cpu import CpuBackend
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.config import ModelConfig, parse_config
-from ds4q.runtime.errors import ConfigError, ContextError, RunError, TokenError
+from ds4q.runtime.errors import ConfigError, ContextError, RunError, SequenceError, TokenError
 from ds4q.runtime.experts.cache import ExpertCache, open_cache
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.resident import ResidentExperts
 from ds4q.runtime.experts.store import ExpertStore, Phase
-from ds4q.runtime.kv import State
+from ds4q.runtime.kv import Snapshot, State
 from ds4q.runtime.laps import Laps
 from ds4q.runtime.model.block import Block
 from ds4q.runtime.model.head import Embedding, Head
-from ds4q.runtime.model.parts import Observer, Parts, Places, Step, Trace, WeightSource
+from ds4q.runtime.model.parts import Observer, Parts, Span, Step, Trace, WeightSource
 from ds4q.runtime.model.rope import layer_frequencies
 from ds4q.runtime.source import ArtifactSource, Progress
 from ds4q.runtime.spread import Spread
@@ -59,6 +59,7 @@ class Engine:
 
     Attributes
     ----------
+    batch_tokens : as given
     load_s : seconds that loading took, by what they went into; "first_kernel" is that of the first
         step through the first layer, when compiled code is loaded
     """
@@ -79,7 +80,7 @@ class Engine:
         self.metadata = {} if metadata is None else metadata
         self.max_context = checked_context(config, max_context, batch_tokens)
         self._sized_context = max_context
-        self._batch_tokens = batch_tokens
+        self.batch_tokens = batch_tokens
         self._cache = cache
         self._sequences = count()
         self.load_s: dict[str, float] = {}
@@ -197,8 +198,18 @@ class Engine:
 
     def new_state(self) -> State:
         """An empty sequence."""
-        state = kv.new_state(self.config, self._batch_tokens, self._sized_context)
+        state = kv.new_state(self.config, self.batch_tokens, self._sized_context)
         state.number = next(self._sequences)
+        return state
+
+    def snapshot(self, state: State) -> Snapshot:
+        """A compact copy of the sequence as it is; nothing changes it."""
+        return kv.snapshot(state)
+
+    def restore(self, snapshot: Snapshot) -> State:
+        """A new sequence that goes on from ``snapshot`` of this engine, bit for bit."""
+        state = self.new_state()
+        kv.load(state, snapshot)
         return state
 
     def forward(
@@ -231,9 +242,9 @@ class Engine:
         tokens = checked_ids(ids, state.position, self.vocab_size, self.max_context)
         out = np.empty((len(tokens) if logits == "all" else 1, self.vocab_size), np.float32)
         phase: Phase = "decode" if state.position and len(tokens) == 1 else "prefill"
-        for start in range(0, len(tokens), self._batch_tokens):
-            batch = tokens[start : start + self._batch_tokens]
-            streams = self._advance(state, batch, phase, trace, observer)
+        for start in range(0, len(tokens), self.batch_tokens):
+            batch = tokens[start : start + self.batch_tokens]
+            streams = self._advance([(state, batch)], phase, trace, observer)
             if logits == "all":
                 out[start : start + len(batch)] = self._head.forward(streams, trace)
             elif start + len(batch) == len(tokens):
@@ -241,25 +252,86 @@ class Engine:
             state.position += len(batch)
         return out
 
-    def _advance(
-        self, state: State, ids: I64, phase: Phase, trace: Trace | None, observer: Observer | None
+    def forward_many(
+        self, parts: Sequence[tuple[State, Sequence[int] | npt.NDArray[np.integer[Any]]]]
     ) -> F32:
-        """One batch through all layers; the caches hold it, the position does not count it yet."""
-        places = {
-            ratio: Places.of(frequencies, ratio, state.position, len(ids))
-            for ratio, frequencies in self._frequencies.items()
-        }
+        """Append ids to several sequences, all of them through the layers together.
+
+        Each sequence gets the bits of ``forward`` alone. A call that fails moves none of them.
+
+        Parameters
+        ----------
+        parts : sequences, each once, and the 1-D ids that it gets; ``batch_tokens`` ids in all at
+            most
+
+        Returns
+        -------
+        f32 [N, vocab], the logits of each part's last id
+
+        Raises
+        ------
+        TokenError, ContextError : as ``forward``
+        SequenceError, RunError : no parts, a sequence twice, or too many ids for one step
+        """
+        batch = [
+            (state, checked_ids(ids, state.position, self.vocab_size, self.max_context))
+            for state, ids in parts
+        ]
+        check_parts([state for state, _ in batch])
+        tokens = sum(len(ids) for _, ids in batch)
+        if tokens > self.batch_tokens:
+            raise RunError(
+                "too many tokens for one step",
+                expected=f"at most {self.batch_tokens}",
+                found=tokens,
+            )
+        decode = all(state.position and len(ids) == 1 for state, ids in batch)
+        streams = self._advance(batch, "decode" if decode else "prefill", None, None)
+        lasts = np.cumsum([len(ids) for _, ids in batch]) - 1
+        out = self._head.forward(streams[lasts], None)
+        for state, ids in batch:
+            state.position += len(ids)
+        return out
+
+    def _advance(
+        self,
+        batch: Sequence[tuple[State, I64]],
+        phase: Phase,
+        trace: Trace | None,
+        observer: Observer | None,
+    ) -> F32:
+        """One batch through all layers; the caches hold it, the positions do not count it yet."""
+        spans: list[Span] = []
+        row = 0
+        for state, each in batch:
+            spans.append(Span(slice(row, row + len(each)), state.position, state.layers))
+            row += len(each)
+        ids = np.concatenate([each for _, each in batch])
         routed = None
         if self._cache is not None:
-            self._cache.begin(state.number, state.position, ids, phase)
+            self._cache.begin(*self._place(batch), ids, phase)
             routed = self._cache.routed
-        step = Step(ids, state.position, places, trace, observer, phase, routed)
+        step = Step.of(
+            ids,
+            spans,
+            self._frequencies,
+            trace=trace,
+            observer=observer,
+            phase=phase,
+            routed=routed,
+        )
         started = time.perf_counter()
         streams = self._embedding.forward(ids)
-        for block, cache in zip(self._blocks, state.layers, strict=True):
-            streams = block.forward(streams, step, cache)
+        for block in self._blocks:
+            streams = block.forward(streams, step)
             self.load_s.setdefault("first_kernel", time.perf_counter() - started)
         return streams
+
+    def _place(self, batch: Sequence[tuple[State, I64]]) -> tuple[int, int]:
+        """Sequence and position of a batch in records; of several sequences, a new one's start."""
+        if len(batch) == 1:
+            return batch[0][0].number, batch[0][0].position
+        return next(self._sequences), 0
 
 
 def shortened(config: ModelConfig, layers: int | None) -> ModelConfig:
@@ -319,6 +391,14 @@ def checked_ids(
             found=position + len(tokens),
         )
     return tokens.astype(np.int64)
+
+
+def check_parts(states: Sequence[object]) -> None:
+    """Refuse a step of no sequences, or of one twice."""
+    if not states:
+        raise RunError("no sequences to go on with", expected="one or more", found=0)
+    if len({id(state) for state in states}) < len(states):
+        raise SequenceError("a sequence twice in one step", remedy="give each sequence once")
 
 
 def checked_config(reader: Reader) -> ModelConfig:

@@ -8,6 +8,7 @@ nothing that a later step reads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,12 @@ class Entries:
             self.rows = grown
         return self.rows
 
+    def put(self, number: int, rows: F32) -> F32:
+        """Write entries ``number`` on, next to those that are there; returns the row array."""
+        held = self.reserve(number + len(rows))
+        held[number : number + len(rows)] = rows
+        return held
+
 
 def window_rows(config: ModelConfig, batch: int) -> int:
     """Rows of a window ring: a batch's own rows must not overwrite those its first token sees."""
@@ -58,6 +65,19 @@ def _whole_tiles(rows: int) -> int:
     return -(-rows // _TILE_ROWS) * _TILE_ROWS
 
 
+def _put(ring: F32, first: int, rows: F32) -> None:
+    """Write the rows of positions ``first`` on; no more than the ring has."""
+    at = first % len(ring)
+    ahead = min(len(rows), len(ring) - at)
+    ring[at : at + ahead] = rows[:ahead]
+    ring[: len(rows) - ahead] = rows[ahead:]
+
+
+def _kept(ring: F32, first: int, end: int) -> F32:
+    """A copy of the rows of positions ``first`` .. ``end - 1``."""
+    return ring[np.arange(first, end) % len(ring)]
+
+
 class CompressorCache:
     """State of one compressor: raw rows by position, and the entries of finished windows.
 
@@ -74,6 +94,24 @@ class CompressorCache:
         self.values: F32 = np.zeros(ring, dtype=np.float32)
         self.gates: F32 = np.zeros(ring, dtype=np.float32)
         self.entries = Entries(width, None if max_context is None else max_context // ratio)
+        self._ratio = ratio
+
+    def rows(self, position: int) -> list[F32]:
+        """Copies of what steps from ``position`` on read: raw values, gates, and entries."""
+        first = self._first(position)
+        raw = [_kept(ring, first, position) for ring in (self.values, self.gates)]
+        return [*raw, self.entries.rows[: position // self._ratio].copy()]
+
+    def load(self, position: int, rows: Sequence[F32]) -> None:
+        """Take what ``rows`` gave at ``position``."""
+        values, gates, entries = rows
+        _put(self.values, self._first(position), values)
+        _put(self.gates, self._first(position), gates)
+        self.entries.put(0, entries)
+
+    def _first(self, position: int) -> int:
+        """The first raw row that an entry yet to come looks at."""
+        return max(0, position // self._ratio - overlap(self._ratio) + 1) * self._ratio
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +127,7 @@ class LayerCache:
     ) -> None:
         ratio = config.compress_ratios[layer]
         self.window: F32 = np.zeros((window_rows(config, batch), config.head_dim), np.float32)
+        self._reach = config.sliding_window
         self.compressor: CompressorCache | None = None
         self.index: CompressorCache | None = None
         if ratio:
@@ -96,11 +135,34 @@ class LayerCache:
         if ratio == 4:
             self.index = CompressorCache(ratio, config.index_head_dim, batch, max_context)
 
+    def put(self, first: int, rows: F32) -> None:
+        """Write the window rows of positions ``first`` on; a batch of them at most."""
+        _put(self.window, first, rows)
+
+    def rows(self, position: int) -> list[list[F32]]:
+        """Copies of what steps from ``position`` on read: window rows, then each compressor's."""
+        window = _kept(self.window, self._first(position), position)
+        return [[window], *(part.rows(position) for part in self._compressors)]
+
+    def load(self, position: int, rows: Sequence[Sequence[F32]]) -> None:
+        """Take what ``rows`` gave at ``position``."""
+        (window,), *others = rows
+        _put(self.window, self._first(position), window)
+        for part, own in zip(self._compressors, others, strict=True):
+            part.load(position, own)
+
+    def _first(self, position: int) -> int:
+        """The first window row that the next token sees."""
+        return max(0, position - self._reach + 1)
+
+    @property
+    def _compressors(self) -> list[CompressorCache]:
+        return [part for part in (self.compressor, self.index) if part is not None]
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        parts = [part.nbytes for part in (self.compressor, self.index) if part is not None]
-        return self.window.nbytes + sum(parts)
+        return self.window.nbytes + sum(part.nbytes for part in self._compressors)
 
 
 @dataclass(slots=True)
@@ -118,6 +180,44 @@ class State:
     def nbytes(self) -> int:
         """Bytes held by all layers."""
         return sum(layer.nbytes for layer in self.layers)
+
+    def close(self) -> None:
+        """Nothing: its memory goes with its last reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of what a sequence kept after ``position`` tokens: what later steps read, no more."""
+
+    position: int
+    layers: tuple[tuple[tuple[F32, ...], ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(rows.nbytes for rows in self.arrays)
+
+    @property
+    def arrays(self) -> Iterator[F32]:
+        """All rows; none can be written to."""
+        return (rows for layer in self.layers for part in layer for rows in part)
+
+
+def snapshot(state: State) -> Snapshot:
+    """A copy that no step of ``state`` changes."""
+    position = state.position
+    layers = tuple(tuple(map(tuple, layer.rows(position))) for layer in state.layers)
+    copy = Snapshot(position, layers)
+    for rows in copy.arrays:
+        rows.setflags(write=False)
+    return copy
+
+
+def load(state: State, source: Snapshot) -> None:
+    """Let an empty sequence go on from where ``source`` was taken."""
+    for layer, rows in zip(state.layers, source.layers, strict=True):
+        layer.load(source.position, rows)
+    state.position = source.position
 
 
 def new_state(config: ModelConfig, batch: int, max_context: int | None) -> State:

@@ -9,6 +9,9 @@ T tokens, H heads, D head width, S chosen entries per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +22,7 @@ from ds4q.runtime.kv import LayerCache
 from ds4q.runtime.model.compressor import Compressor
 from ds4q.runtime.model.indexer import Indexer
 from ds4q.runtime.model.norm import inverse_rms, norm_row, rms_norm, rms_norm_reference
-from ds4q.runtime.model.parts import Parts, Step, share
+from ds4q.runtime.model.parts import Parts, Span, Step, share
 from ds4q.runtime.model.rope import rotate_reference, rotate_row
 from ds4q.runtime.model.tile import LANES, ROWS, tile
 
@@ -210,32 +213,55 @@ append_window = FastPath(append_window_reference, _append_window_fast)
 attend_units = FastPath(attend_reference, _attend_fast)
 
 
+class Seen(NamedTuple):
+    """What the tokens of a span see; ``attend_reference`` tells what each is."""
+
+    span: Span
+    window: F32
+    entries: F32
+    chosen: I64
+    counts: I64
+
+
 def attend(
     workers: Workers,
     q: F32,
     sink: F32,
-    window: F32,
     reach: int,
-    entries: F32,
-    chosen: I64,
-    counts: I64,
+    seen: Sequence[Seen],
     cos: F32,
     sin: F32,
-    first: int,
     eps: float,
 ) -> F32:
-    """``attend_reference`` for all tokens and heads, on the workers' threads; f32 [T, H, D]."""
+    """``attend_reference`` for all spans, tokens and heads, on the workers' threads; [T, H, D]."""
     tokens, heads, width = q.shape
     out = np.empty_like(q)
-    units = tokens * -(-heads // LANES)
-    work = 2 * width * LANES * (reach + int(counts.max()))
+    blocks = -(-heads // LANES)
+    most = max(int(each.counts[-1]) for each in seen)  # a later token sees no fewer
 
     def part(begin: int, end: int) -> None:
-        attend_units(
-            q, sink, window, reach, entries, chosen, counts, cos, sin, first, eps, out, begin, end
-        )
+        for span, window, entries, chosen, counts in seen:
+            rows = span.rows
+            low, high = max(begin, rows.start * blocks), min(end, rows.stop * blocks)
+            if low < high:
+                attend_units(
+                    q[rows],
+                    sink,
+                    window,
+                    reach,
+                    entries,
+                    chosen,
+                    counts,
+                    cos[rows],
+                    sin[rows],
+                    span.first,
+                    eps,
+                    out[rows],
+                    low - rows.start * blocks,
+                    high - rows.start * blocks,
+                )
 
-    share(workers, part, units, work)
+    share(workers, part, tokens * blocks, 2 * width * LANES * (reach + most))
     return out
 
 
@@ -270,51 +296,52 @@ class Attention:
         self._compressor = Compressor(parts, f"{name}.compressor", ratio, width) if ratio else None
         self._indexer = Indexer(parts, f"{name}.indexer", ratio) if ratio == 4 else None
 
-    def forward(self, x: F32, step: Step, cache: LayerCache) -> F32:
-        """The sub-block's output [T, d] of its normed input ``x`` [T, d]; advances ``cache``."""
+    def forward(self, x: F32, step: Step) -> F32:
+        """The sub-block's output [T, d] of its normed input ``x`` [T, d]; advances the caches."""
         c, linear, places = self._config, self._backend.linear, step.places[self._ratio]
         tokens = len(x)
         qr = rms_norm(linear(self._wq_a, x), self._q_norm, c.rms_norm_eps)
         q = linear(self._wq_b, qr).reshape(tokens, c.num_attention_heads, c.head_dim)
         kv = linear(self._wkv, x)
-        append_window(
-            kv, self._kv_norm, c.rms_norm_eps, places.cos, places.sin, step.first, cache.window
-        )
-        entries, chosen, counts = self._compressed(x, qr, step, cache)
+        rows = np.empty_like(kv)
+        append_window(kv, self._kv_norm, c.rms_norm_eps, places.cos, places.sin, 0, rows)
+        caches = [span.layers[self._layer] for span in step.spans]
+        for span, cache in zip(step.spans, caches, strict=True):
+            cache.put(span.first, rows[span.rows])
         heads = attend(
             self._workers,
             q,
             self._sink,
-            cache.window,
             c.sliding_window,
-            entries,
-            chosen,
-            counts,
+            self._seen(x, qr, step, caches),
             places.cos,
             places.sin,
-            step.first,
             c.rms_norm_eps,
         )
         grouped = heads.reshape(tokens, c.o_groups, -1)
         low = [linear(weight, grouped[:, g]) for g, weight in enumerate(self._wo_a)]
         return linear(self._wo_b, np.concatenate(low, axis=1))
 
-    def _compressed(self, x: F32, qr: F32, step: Step, cache: LayerCache) -> tuple[F32, I64, I64]:
-        """Entry rows, and which of them each token sees, as ``attend`` takes them."""
+    def _seen(self, x: F32, qr: F32, step: Step, caches: Sequence[LayerCache]) -> list[Seen]:
+        """What each span's tokens see; entries and choices advance."""
         counts = step.places[self._ratio].counts
-        chosen = np.empty((len(x), 0), dtype=np.int64)
-        entries = cache.window[:0]
-        if self._compressor is not None and cache.compressor is not None:
-            entries = self._compressor.append(x, step, cache.compressor)
-        if self._indexer is not None and cache.index is not None:
-            choice = self._indexer.choose(x, qr, step, cache.index)
-            if choice is not None:
-                chosen, counts = choice
-        if step.trace is not None and self._ratio:
-            done = (step.first + len(x)) // self._ratio
-            step.trace(f"l{self._layer}.compressed_kv", entries[:done])
-            step.trace(f"l{self._layer}.index_topk", _listed(chosen, counts))
-        return entries, chosen, counts
+        everything = np.empty((len(x), 0), dtype=np.int64)
+        entries = [cache.window[:0] for cache in caches]
+        choices: list[tuple[I64, I64] | None] = [None] * len(caches)
+        if self._compressor is not None:
+            held = [cache.compressor for cache in caches if cache.compressor is not None]
+            entries = self._compressor.append(x, step, held)
+        if self._indexer is not None:
+            held = [cache.index for cache in caches if cache.index is not None]
+            choices = self._indexer.choose(x, qr, step, held)
+        seen = []
+        for span, cache, rows, choice in zip(step.spans, caches, entries, choices, strict=True):
+            chosen, shown = choice or (everything[span.rows], counts[span.rows])
+            seen.append(Seen(span, cache.window, rows, chosen, shown))
+            if step.trace is not None and self._ratio:
+                step.trace(f"l{self._layer}.compressed_kv", rows[: span.end // self._ratio])
+                step.trace(f"l{self._layer}.index_topk", _listed(chosen, shown))
+        return seen
 
 
 def _listed(chosen: I64, counts: I64) -> I64:

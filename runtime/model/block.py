@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.runtime.kv import LayerCache
 from ds4q.runtime.model.attention import Attention
 from ds4q.runtime.model.hyper import HyperConnection, expand
 from ds4q.runtime.model.moe import MoE, Router
@@ -32,10 +31,10 @@ class Block:
         """How the layer chooses experts."""
         return self._experts.router
 
-    def forward(self, streams: F32, step: Step, cache: LayerCache) -> F32:
-        """Streams [T, n, d] after the layer; advances ``cache``, changes no input."""
+    def forward(self, streams: F32, step: Step) -> F32:
+        """Streams [T, n, d] after the layer; advances the spans' caches, changes no input."""
         collapsed, x, post, comb = self._around_attention.collapse(streams)
-        y = self._attention.forward(x, step, cache)
+        y = self._attention.forward(x, step)
         if step.trace is not None:
             step.trace(f"l{self._layer}.attn_in", collapsed)
             step.trace(f"l{self._layer}.attn_post", post)

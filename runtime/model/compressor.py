@@ -9,6 +9,8 @@ T tokens, R ratio, w entry width, C raw columns (w, or 2 w where windows overlap
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -44,7 +46,7 @@ def append_entries_reference(
     cos, sin : f32 [windows, pairs] at the first token of each window completed here
     value_ring, gate_ring : f32 [capacity, C], raw rows by position; gates with ape. The capacity
         holds this batch and the two windows (one without overlap) that it may complete
-    entries : f32 [>= number of complete windows, w], written in place
+    entries : f32 [windows completed here, w], written in place
     """
     ratio, width = len(ape), len(norm_weight)
     positions = first + np.arange(len(values))
@@ -61,7 +63,7 @@ def append_entries_reference(
         weights = np.exp(gate - gate.max(axis=0))
         entry = (weights * value).sum(axis=0) / weights.sum(axis=0)
         entry = rms_norm_reference(entry[None], norm_weight, eps)[0]
-        entries[number] = rotate_reference(entry, cos[i], sin[i])
+        entries[i] = rotate_reference(entry, cos[i], sin[i])
 
 
 @jit
@@ -131,7 +133,7 @@ def _append_entries_fast(
         if (position + 1) % ratio == 0:
             own = position + 1 - ratio
             start = own - ratio if overlap and own > 0 else own
-            entry = entries[own // ratio]
+            entry = entries[done]
             _pool(value_ring, gate_ring, start, own, position + 1, top, total, entry)
             norm_row(entry, norm_weight, eps, entry)
             rotate_row(entry, cos[done], sin[done])
@@ -161,21 +163,29 @@ class Compressor:
         self._ape = parts.source.values(f"{name}.ape", ratio, columns)
         self._norm = parts.source.values(f"{name}.norm.weight", width)
 
-    def append(self, x: F32, step: Step, cache: CompressorCache) -> F32:
-        """Take the step's tokens, x [T, d]; return the entry rows, those now complete filled in."""
+    def append(self, x: F32, step: Step, caches: Sequence[CompressorCache]) -> list[F32]:
+        """Take the step's tokens, x [T, d], to the cache of each span.
+
+        Returns the entry rows of each, those now complete filled in.
+        """
         places = step.places[self._ratio]
-        entries = cache.entries.reserve((step.first + len(x)) // self._ratio)
-        append_entries(
-            self._backend.linear(self._wkv, x),
-            self._backend.linear(self._wgate, x),
-            self._ape,
-            self._norm,
-            self._eps,
-            places.window_cos,
-            places.window_sin,
-            step.first,
-            cache.values,
-            cache.gates,
-            entries,
-        )
-        return entries
+        values = self._backend.linear(self._wkv, x)
+        gates = self._backend.linear(self._wgate, x)
+        made = np.empty((len(places.window_cos), len(self._norm)), np.float32)
+        held = []
+        for span, cache, windows in zip(step.spans, caches, places.windows, strict=True):
+            append_entries(
+                values[span.rows],
+                gates[span.rows],
+                self._ape,
+                self._norm,
+                self._eps,
+                places.window_cos[windows],
+                places.window_sin[windows],
+                span.first,
+                cache.values,
+                cache.gates,
+                made[windows],
+            )
+            held.append(cache.entries.put(span.first // self._ratio, made[windows]))
+        return held

@@ -9,6 +9,8 @@ T tokens, H index heads, D index head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +18,7 @@ from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.kv import CompressorCache
 from ds4q.runtime.model.compressor import Compressor
-from ds4q.runtime.model.parts import Parts, Step, share
+from ds4q.runtime.model.parts import Parts, Span, Step, share
 from ds4q.runtime.model.rope import rotate_reference, rotate_row
 from ds4q.runtime.model.tile import LANES, ROWS, tile
 
@@ -238,25 +240,30 @@ class Indexer:
         )
         self._compressor = Compressor(parts, f"{name}.compressor", ratio, width)
 
-    def choose(self, x: F32, qr: F32, step: Step, cache: CompressorCache) -> tuple[I64, I64] | None:
-        """Chosen entries [T, topk] and counts [T], or None while every token sees all of them.
+    def choose(
+        self, x: F32, qr: F32, step: Step, caches: Sequence[CompressorCache]
+    ) -> list[tuple[I64, I64] | None]:
+        """By span, chosen entries [T, topk] and counts [T]; None while its tokens see all of them.
 
         ``x`` [T, d] is the attention input after its norm, ``qr`` [T, q_lora_rank] the normed
         low-rank query that attention uses too.
         """
         c, places = self._config, step.places[self._ratio]
-        keys = self._compressor.append(x, step, cache)
-        if places.counts[-1] <= c.index_topk:
-            return None
-        q = self._backend.linear(self._wq_b, qr)
-        return choose(
-            self._workers,
-            q.reshape(len(x), c.index_n_heads, c.index_head_dim),
-            self._backend.linear(self._weights_proj, x),
-            keys,
-            places.cos,
-            places.sin,
-            step.first,
-            self._ratio,
-            c.index_topk,
-        )
+        held = self._compressor.append(x, step, caches)
+        choosing = [span.end // self._ratio > c.index_topk for span in step.spans]
+        if not any(choosing):
+            return [None] * len(held)
+        q = self._backend.linear(self._wq_b, qr).reshape(len(x), c.index_n_heads, c.index_head_dim)
+        gates = self._backend.linear(self._weights_proj, x)
+
+        def of(span: Span, keys: F32) -> tuple[I64, I64]:
+            at, first = span.rows, span.first
+            turned = places.cos[at], places.sin[at]
+            return choose(
+                self._workers, q[at], gates[at], keys, *turned, first, self._ratio, c.index_topk
+            )
+
+        return [
+            of(span, keys) if chooses else None
+            for span, keys, chooses in zip(step.spans, held, choosing, strict=True)
+        ]

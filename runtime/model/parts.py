@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from ds4q.runtime.backend.weights import Expert, Weight
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.experts.store import ExpertStore, Phase
+from ds4q.runtime.kv import LayerCache
 from ds4q.runtime.model import rope
 
 F32 = npt.NDArray[np.float32]
@@ -70,12 +71,30 @@ def share(workers: Workers, kernel: Callable[[int, int], None], units: int, unit
         kernel(0, units)
 
 
+class Span(NamedTuple):
+    """Tokens of one sequence that go through a step together with those of others.
+
+    They are the rows ``rows`` of all that has one row per token, and stand at positions ``first``
+    on; ``layers`` is what their sequence keeps.
+    """
+
+    rows: slice
+    first: int
+    layers: Sequence[LayerCache]
+
+    @property
+    def end(self) -> int:
+        """The position after the last of them."""
+        return self.first + self.rows.stop - self.rows.start
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """What positions mean to the layers of one ratio, for the tokens of one step.
 
     ``cos``, ``sin`` [T, pairs] at the tokens; ``window_cos``, ``window_sin`` [windows, pairs] at
-    the first token of each window that the step completes; ``counts`` [T] entries each token sees.
+    the first token of each window that the step completes, and ``windows`` those of each span;
+    ``counts`` [T] entries each token sees.
     """
 
     ratio: int
@@ -83,35 +102,62 @@ class Places:
     sin: F32
     window_cos: F32
     window_sin: F32
+    windows: list[slice]
     counts: I64
 
     @staticmethod
-    def of(frequencies: npt.NDArray[np.float64], ratio: int, first: int, tokens: int) -> Places:
-        """Places of positions ``first`` .. ``first + tokens - 1``."""
-        cos, sin = rope.tables(frequencies, first, tokens)
+    def of(
+        frequencies: npt.NDArray[np.float64], ratio: int, spans: Sequence[Span], positions: I64
+    ) -> Places:
+        """Places of ``positions`` [T], which are those of ``spans``."""
+        cos, sin = rope.turns(frequencies, positions)
         if not ratio:
-            return Places(0, cos, sin, cos[:0], sin[:0], np.zeros(tokens, dtype=np.int64))
-        counts = np.arange(first + 1, first + tokens + 1) // ratio
-        started, done = first // ratio, (first + tokens) // ratio
-        windows = cos[:0], sin[:0]
-        if done > started:
-            windows = rope.tables(frequencies, started * ratio, done - started, ratio)
-        return Places(ratio, cos, sin, *windows, counts)
+            none = [slice(0, 0)] * len(spans)
+            return Places(0, cos, sin, cos[:0], sin[:0], none, np.zeros_like(positions))
+        windows: list[slice] = []
+        done = 0
+        for span in spans:
+            completed = span.end // ratio - span.first // ratio
+            windows.append(slice(done, done + completed))
+            done += completed
+        turned = cos[:0], sin[:0]
+        if done:
+            turned = rope.turns(frequencies, positions[positions % ratio == ratio - 1] + 1 - ratio)
+        return Places(ratio, cos, sin, *turned, windows, (positions + 1) // ratio)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One batch of tokens on its way through the layers.
 
-    ``ids`` int64 [T] stand at positions ``first`` on; ``places`` holds one entry per ratio.
+    ``ids`` int64 [T] belong to the sequences of ``spans``; ``places`` holds one entry per ratio.
     ``trace``, ``observer`` and ``routed`` look on, where somebody wants to know; ``phase`` is for
-    statistics.
+    statistics. What depends on a sequence is computed span by span, all else for all rows at once.
     """
 
     ids: I64
-    first: int
+    spans: Sequence[Span]
     places: dict[int, Places]
     trace: Trace | None = None
     observer: Observer | None = None
     phase: Phase = "prefill"
     routed: Routed | None = None
+
+    @staticmethod
+    def of(
+        ids: I64,
+        spans: Sequence[Span],
+        frequencies: Mapping[int, npt.NDArray[np.float64]],
+        *,
+        trace: Trace | None = None,
+        observer: Observer | None = None,
+        phase: Phase = "prefill",
+        routed: Routed | None = None,
+    ) -> Step:
+        """A step of ``spans``, in layers that rotate by ``frequencies``, by ratio."""
+        positions = np.concatenate([np.arange(span.first, span.end) for span in spans])
+        places = {
+            ratio: Places.of(turned, ratio, spans, positions)
+            for ratio, turned in frequencies.items()
+        }
+        return Step(ids, spans, places, trace, observer, phase, routed)

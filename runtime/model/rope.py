@@ -52,8 +52,12 @@ def layer_frequencies(config: ModelConfig, layer: int) -> F64:
 
 def tables(frequencies: F64, start: int, count: int, step: int = 1) -> tuple[F32, F32]:
     """cos and sin, each f32 [count, pairs], at positions ``start, start + step, ...``."""
-    positions = np.arange(start, start + step * count, step, dtype=np.float64)
-    angles = positions[:, None] * frequencies  # [count, pairs], f64
+    return turns(frequencies, np.arange(start, start + step * count, step))
+
+
+def turns(frequencies: F64, positions: npt.NDArray[np.int64]) -> tuple[F32, F32]:
+    """cos and sin, each f32 [T, pairs], at ``positions`` [T]."""
+    angles = positions[:, None] * frequencies  # [T, pairs], f64
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 

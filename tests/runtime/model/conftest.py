@@ -14,11 +14,12 @@ from ds4q.runtime.backend.cpu import CpuBackend
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.config import ModelConfig, parse_config
 from ds4q.runtime.experts.resident import ResidentExperts
+from ds4q.runtime.kv import new_state
 from ds4q.runtime.model.attention import Attention
 from ds4q.runtime.model.head import Embedding, Head
 from ds4q.runtime.model.hyper import HyperConnection
 from ds4q.runtime.model.moe import MoE
-from ds4q.runtime.model.parts import Parts, Places, Step
+from ds4q.runtime.model.parts import Parts, Span, Step
 from ds4q.runtime.model.rope import layer_frequencies
 from ds4q.runtime.source import ArtifactSource
 from tests.runtime.artifacts import DATA
@@ -32,6 +33,10 @@ class Operators:
     def __init__(self, parts: Parts) -> None:
         self.config: ModelConfig = parts.config
         layers = range(parts.config.num_hidden_layers)
+        self.frequencies = {
+            ratio: layer_frequencies(parts.config, layer)
+            for layer, ratio in enumerate(parts.config.compress_ratios)
+        }
         self.embedding = Embedding(parts)
         self.head = Head(parts)
         self.around_attention = [
@@ -50,12 +55,11 @@ class Operators:
         self.experts = [MoE(parts, n) for n in layers]
 
     def step(self, ids: npt.NDArray[np.int64], trace: Any = None) -> Step:
-        """All of ``ids`` as one batch from position 0."""
-        places = {
-            ratio: Places.of(layer_frequencies(self.config, layer), ratio, 0, len(ids))
-            for layer, ratio in enumerate(self.config.compress_ratios)
-        }
-        return Step(ids, 0, places, trace)
+        """All of ``ids`` as one batch of a new sequence."""
+        state = new_state(self.config, len(ids), None)
+        return Step.of(
+            ids, [Span(slice(0, len(ids)), 0, state.layers)], self.frequencies, trace=trace
+        )
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ import pytest
 from ds4q.artifact.types import BF16, ROCMFP2
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.backend.workers import Workers
-from ds4q.runtime.kv import LayerCache
 from ds4q.runtime.model import attention, rope
 from ds4q.runtime.model.norm import rms_norm
+from ds4q.runtime.model.parts import Span
 from tests.runtime.model.conftest import Operators, Trace
 
 F32 = np.float32
@@ -66,6 +67,20 @@ def case(
     }
 
 
+def attend(threads: int, args: dict[str, Any], cuts: tuple[int, ...] = ()) -> npt.NDArray[Any]:
+    """All tokens in one step, as a span each between ``cuts``."""
+    seen = []
+    for low, high in itertools.pairwise((0, *cuts, len(args["q"]))):
+        rows = slice(low, high)
+        span = Span(rows, args["first"] + low, ())
+        chosen, counts = args["chosen"][rows], args["counts"][rows]
+        seen.append(attention.Seen(span, args["window"], args["entries"], chosen, counts))
+    turned = args["cos"], args["sin"]
+    return attention.attend(
+        Workers(threads), args["q"], args["sink"], args["reach"], seen, *turned, args["eps"]
+    )
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -77,26 +92,26 @@ def case(
     ids=["chosen", "young", "narrow", "first token"],
 )
 def test_attend_by_the_formula(path: str, args: dict[str, Any]) -> None:
-    found = attention.attend(Workers(1), **args)
+    found = attend(1, args)
     tokens, heads, width = args["q"].shape
     expected = np.array([[naive(args, t, h) for h in range(heads)] for t in range(tokens)])
     assert found.shape == (tokens, heads, width)
     assert np.abs(found - expected).max() < 1e-5
 
 
-def test_threads_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_threads_nor_spans_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS4Q_REFERENCE", raising=False)
     args = case(9, 40, 64, 128, 60, 0, 500)
-    assert np.array_equal(
-        attention.attend(Workers(1), **args), attention.attend(Workers(3), **args)
-    )
+    whole = attend(1, args)
+    for threads, cuts in ((3, ()), (1, (1, 2, 7)), (3, (4, 8))):
+        assert np.array_equal(attend(threads, args, cuts), whole)
 
 
 def test_large_scores_do_not_overflow(path: str) -> None:
     args = case(1, 2, 32, 4, 3, 0, 10)
     args["window"] *= F32(1e4)
     args["sink"] += F32(300)
-    assert np.isfinite(attention.attend(Workers(1), **args)).all()
+    assert np.isfinite(attend(1, args)).all()
 
 
 def test_window_rows_wrap_and_keep_their_neighbours(path: str) -> None:
@@ -132,8 +147,7 @@ def test_trace_of_attention(
     operator = operators.attention[layer]
     norm, eps = operators.attention_norms[layer], operators.config.rms_norm_eps
     x = rms_norm(trace[f"l{layer}.attn_in"], norm, eps)
-    cache = LayerCache(operators.config, layer, batch=len(prompt), max_context=None)
-    found = operator.forward(x, operators.step(prompt, seen.__setitem__), cache)
+    found = operator.forward(x, operators.step(prompt, seen.__setitem__))
     assert np.abs(found - trace[f"l{layer}.attn_out"]).max() < TRACE
     for name in (f"l{layer}.compressed_kv", f"l{layer}.index_topk"):
         assert (name in seen) == (layer > 0)

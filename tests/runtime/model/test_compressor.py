@@ -49,7 +49,7 @@ class Case:
                 low,
                 rings[0],
                 rings[1],
-                entries,
+                entries[started:done],
             )
         return entries
 
