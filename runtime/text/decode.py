@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
-from typing import Literal
 
 from ds4q.runtime.text.pieces import THINK_END
-
-Channel = Literal["reasoning", "content"]
 
 
 class TextStream:
@@ -34,48 +31,7 @@ class TextStream:
         return text
 
 
-class ReasoningStream:
-    """Splits generated text at the first ``</think>``: reasoning before it, content after it.
-
-    A tail that could still become the tag is held back, so the joined pieces of each channel equal
-    the split of the whole text.
-    """
-
-    def __init__(self) -> None:
-        self._held = ""
-        self.channel: Channel = "reasoning"
-
-    def push(self, text: str) -> list[tuple[Channel, str]]:
-        """The pieces that are certain after ``text``, in order.
-
-        The first ``content`` piece may be empty: it says that the reasoning has ended.
-        """
-        if self.channel == "content":
-            return [("content", text)] if text else []
-        reasoning, tag, content = (self._held + text).partition(THINK_END)
-        pieces: list[tuple[Channel, str]] = []
-        if tag:
-            self._held = ""
-            self.channel = "content"
-            pieces.append(("content", content))
-        else:
-            certain = len(reasoning) - _possible_start(reasoning, THINK_END)
-            reasoning, self._held = reasoning[:certain], reasoning[certain:]
-        return [("reasoning", reasoning), *pieces] if reasoning else pieces
-
-    def finish(self) -> list[tuple[Channel, str]]:
-        """What was held back: no tag came of it."""
-        held, self._held = self._held, ""
-        return [("reasoning", held)] if held else []
-
-
 def split_reasoning(text: str) -> tuple[str, str]:
     """Reasoning and content of text generated in thinking mode; all reasoning without the tag."""
     reasoning, _, content = text.partition(THINK_END)
     return reasoning, content
-
-
-def _possible_start(text: str, tag: str) -> int:
-    """Length of the longest end of ``text`` that is a proper start of ``tag``."""
-    longest = min(len(text), len(tag) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4q.runtime.text.decode import ReasoningStream, TextStream, split_reasoning
-
-TAGGED = st.text(alphabet="</think>ab\n", max_size=60)
+from ds4q.runtime.text.decode import TextStream, split_reasoning
 
 
 def stream(pieces: list[bytes]) -> list[str]:
@@ -73,41 +70,3 @@ def test_stream_ends_once() -> None:
 )
 def test_split_reasoning(text: str, reasoning: str, content: str) -> None:
     assert split_reasoning(text) == (reasoning, content)
-
-
-def shown_by_channel(chunks: list[str]) -> dict[str, str]:
-    splitter = ReasoningStream()
-    pieces = [piece for chunk in chunks for piece in splitter.push(chunk)]
-    joined = {"reasoning": "", "content": ""}
-    for channel, text in [*pieces, *splitter.finish()]:
-        joined[channel] += text
-    return joined
-
-
-@given(chunks=st.lists(TAGGED))
-def test_streamed_reasoning_equals_the_split(chunks: list[str]) -> None:
-    reasoning, content = split_reasoning("".join(chunks))
-    assert shown_by_channel(chunks) == {"reasoning": reasoning, "content": content}
-
-
-@given(text=TAGGED)
-def test_reasoning_by_the_character(text: str) -> None:
-    reasoning, content = split_reasoning(text)
-    assert shown_by_channel(list(text)) == {"reasoning": reasoning, "content": content}
-
-
-def test_only_a_possible_tag_is_held_back() -> None:
-    splitter = ReasoningStream()
-    assert splitter.push("abc</th") == [("reasoning", "abc")]
-    assert splitter.push("<") == [("reasoning", "</th")]
-    assert splitter.push("/think") == []
-    assert splitter.push(">") == [("content", "")]
-    assert splitter.channel == "content"
-    assert splitter.push("<") == [("content", "<")]
-    assert splitter.finish() == []
-
-
-def test_no_piece_holds_the_tag() -> None:
-    splitter = ReasoningStream()
-    pieces = [piece for char in "why</think>so" for piece in splitter.push(char)]
-    assert not [text for _, text in pieces if re.search("[<>/]", text)]
