@@ -27,6 +27,7 @@ from ds4q.runtime.experts.cache import ExpertCache, open_cache
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.resident import ResidentExperts
 from ds4q.runtime.experts.store import ExpertStore, Phase
+from ds4q.runtime.experts.view import Choices, ExpertsView
 from ds4q.runtime.kv import Snapshot, State
 from ds4q.runtime.laps import Laps
 from ds4q.runtime.model.block import Block
@@ -82,6 +83,7 @@ class Engine:
         self._sized_context = max_context
         self.batch_tokens = batch_tokens
         self._cache = cache
+        self._choices = Choices(config.num_hidden_layers, config.n_routed_experts)
         self._sequences = count()
         self.load_s: dict[str, float] = {}
         parts = Parts(config, source, experts, CpuBackend(threads), Workers(threads))
@@ -179,6 +181,12 @@ class Engine:
     def cache_counters(self) -> dict[str, Any] | None:
         """What the pager of routed experts counted; None where nothing is paged."""
         return None if self._cache is None else self._cache.counters()
+
+    def experts_view(self) -> ExpertsView:
+        """What tokens have chosen so far, and what is in memory now; from any thread."""
+        shape = self.config.num_hidden_layers, self.config.n_routed_experts
+        whole = np.ones(shape, np.bool_)
+        return self._choices.view(whole if self._cache is None else self._cache.resident())
 
     def close(self) -> None:
         """End all reading and finish a trace; a second call does nothing."""
@@ -307,10 +315,8 @@ class Engine:
             spans.append(Span(slice(row, row + len(each)), state.position, state.layers))
             row += len(each)
         ids = np.concatenate([each for _, each in batch])
-        routed = None
         if self._cache is not None:
             self._cache.begin(*self._place(batch), ids, phase)
-            routed = self._cache.routed
         step = Step.of(
             ids,
             spans,
@@ -318,7 +324,7 @@ class Engine:
             trace=trace,
             observer=observer,
             phase=phase,
-            routed=routed,
+            routed=self._routed,
         )
         started = time.perf_counter()
         streams = self._embedding.forward(ids)
@@ -326,6 +332,11 @@ class Engine:
             streams = block.forward(streams, step)
             self.load_s.setdefault("first_kernel", time.perf_counter() - started)
         return streams
+
+    def _routed(self, layer: int, ids: I64, logits: F32, x: F32) -> None:
+        self._choices.add(layer, ids)
+        if self._cache is not None and self._cache.routed is not None:
+            self._cache.routed(layer, ids, logits, x)
 
     def _place(self, batch: Sequence[tuple[State, I64]]) -> tuple[int, int]:
         """Sequence and position of a batch in records; of several sequences, a new one's start."""

@@ -53,6 +53,7 @@ class ExpertCache:
         self._plan = opened.plan
         self._memory = opened.memory
         self._digests = opened.digests
+        self._shape = opened.config.num_hidden_layers, opened.config.n_routed_experts
         self._stack = opened.stack.pop_all()
         self._states: StateRecorder | None = None
         self._listeners: list[Routed] = []
@@ -90,6 +91,14 @@ class ExpertCache:
             "memory": self._memory,
             **self.store.counters(),
         }
+
+    def resident(self) -> npt.NDArray[np.bool_]:
+        """Which experts are in memory now, [layers, experts]."""
+        if isinstance(self.store, PagedExperts):
+            return self.store.pager.resident()
+        found = np.zeros(self._shape, np.bool_)
+        found[:, self._setup.ownership.owned] = True
+        return found
 
     def drop_trace(self) -> None:
         """Leave no trace, of a run that failed; what stood at its place stays."""

@@ -15,6 +15,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from ds4q.artifact.errors import Ds4qError
 from ds4q.runtime.errors import (
     BandError,
@@ -218,6 +221,14 @@ class Pager:
                 "quarantine": list(self._quarantine),
                 "slot_bytes": [layer.nbytes for layer in self._catalogue.geometry],
             }
+
+    def resident(self) -> npt.NDArray[np.bool_]:
+        """Which experts are in memory now, [layers, experts]."""
+        found = np.zeros((len(self._layers), self._catalogue.experts), np.bool_)
+        with self._change:
+            for layer, slots in enumerate(self._layers):
+                found[layer, slots.filled] = True
+        return found
 
     def close(self) -> None:
         """End all reading; who waits gets an error. May be called again.

@@ -161,6 +161,12 @@ class LayerSlots:
         self.pins = 0
         self._aside_loading = 0
 
+    @property
+    def filled(self) -> list[int]:
+        """Experts that are here, read to the end."""
+        entries = (*self._residents.values(), *self._aside.values())
+        return [entry.expert for entry in entries if not entry.loading]
+
     def survey(self, wanted: Collection[int]) -> Survey:
         """How ``wanted``, distinct experts, stand; changes nothing."""
         resident: list[Entry] = []
