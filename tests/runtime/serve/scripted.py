@@ -201,7 +201,7 @@ class ScriptedEngine:
         return logits
 
     def _next(self, ids: list[int]) -> int:
-        for length in range(len(ids), 0, -1):
+        for length in sorted({len(prompt) for prompt in self.answers}, reverse=True):
             answer = self.answers.get(tuple(ids[:length]))
             if answer is not None:
                 return self._going_on(answer, ids[length:])
