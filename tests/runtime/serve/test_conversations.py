@@ -110,7 +110,7 @@ class Talk:
         pieces += stream.push(text.finish())
         pieces += stream.finish("length")
         said = {"reasoning": "", "content": ""}
-        calls = []
+        calls: list[dict[str, Any]] = []
         for piece in pieces:
             if isinstance(piece, ToolCall):
                 function = {"name": piece.name, "arguments": piece.arguments}
@@ -128,7 +128,7 @@ class Talk:
     def call(self, turn: int) -> None:
         """The client takes the last answer for a call, and brings a result."""
         function = {"name": "look_up", "arguments": json.dumps({"key": turn})}
-        call: dict[str, Any] = {"id": f"call_{turn}", "type": "function", "function": function}
+        call = {"id": f"call_{turn}", "type": "function", "function": function}
         self.messages[-1]["tool_calls"] = [call]
         self.messages.append(_result(call["id"]))
 
