@@ -128,9 +128,10 @@ class Talk:
     def call(self, turn: int) -> None:
         """The client takes the last answer for a call, and brings a result."""
         function = {"name": "look_up", "arguments": json.dumps({"key": turn})}
-        call = {"id": f"call_{turn}", "type": "function", "function": function}
+        name = f"call_{turn}"
+        call = {"id": name, "type": "function", "function": function}
         self.messages[-1]["tool_calls"] = [call]
-        self.messages.append(_result(call["id"]))
+        self.messages.append(_result(name))
 
 
 def _result(call_id: str) -> dict[str, str]:
