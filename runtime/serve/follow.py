@@ -24,7 +24,7 @@ from ds4q.runtime.serve.job import (
     Started,
     Ticket,
 )
-from ds4q.runtime.serve.refusal import Refusal
+from ds4q.runtime.serve.refusal import Refusal, shutting_down
 from ds4q.runtime.serve.transcript import Piece, Transcript
 
 T = TypeVar("T")
@@ -159,9 +159,7 @@ class Follower:
                 raise Refusal.of(event.error)
             else:
                 if event.reason == "cancelled":
-                    raise Refusal.busy(
-                        "the server is shutting down; send the request again", 1, code="draining"
-                    )
+                    raise shutting_down()
                 yield self.transcript.end(event.reason)
                 return
 

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ds4q.runtime.serve.limits import Limits, is_loopback
-from ds4q.runtime.serve.refusal import Refusal
+from ds4q.runtime.serve.refusal import Refusal, shutting_down
 from ds4q.runtime.serve.respond import refused
 
 OPEN_PATHS = ("/", "/health", "/openapi.json", "/docs")
@@ -74,6 +74,10 @@ class Guard:
                 await refused(refusal)(scope, body.receive, tell)
             else:
                 await self._app(scope, body.receive, tell)
+        except asyncio.CancelledError:  # the server does not wait any longer
+            if not status:
+                await refused(shutting_down())(scope, body.receive, tell)
+            raise
         finally:
             seconds = time.monotonic() - started
             log.info("%s %s %d, %.3f s", scope["method"], scope["path"], status, seconds)

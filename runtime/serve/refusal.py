@@ -120,6 +120,11 @@ class Refusal(Exception):
         return cls(400, f"{param}: {message}" if param else message, param=param)
 
 
+def shutting_down() -> Refusal:
+    """The refusal of a request that the server does not begin, or not end, since it ends itself."""
+    return Refusal.busy("the server is shutting down", DRAIN_RETRY_S, code="draining")
+
+
 def _words(error: Ds4qError) -> str:
     return str(type(error)(
         error.what, tensor=error.tensor, expected=error.expected, found=error.found,

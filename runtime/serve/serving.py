@@ -19,7 +19,7 @@ from ds4q.runtime.serve.follow import Follower
 from ds4q.runtime.serve.job import Job
 from ds4q.runtime.serve.limits import Limits
 from ds4q.runtime.serve.metrics import Metrics
-from ds4q.runtime.serve.refusal import DRAIN_RETRY_S, Refusal
+from ds4q.runtime.serve.refusal import Refusal, shutting_down
 from ds4q.runtime.serve.scheduler import Scheduler
 from ds4q.runtime.serve.schema import Generation
 from ds4q.runtime.serve.service import Service
@@ -104,7 +104,7 @@ class Serving:
             told = f" ({100 * done // total} %)" if total else ""
             raise Refusal.busy(f"the model is loading{told}", LOADING_RETRY_S, code="model_loading")
         if service.state != "ready":
-            raise Refusal.busy("the server is shutting down", DRAIN_RETRY_S, code="draining")
+            raise shutting_down()
         return service.scheduler
 
     def job(

@@ -77,6 +77,6 @@ class Protocol(H11Protocol):
                 headers=list(headers.items()),
                 reason=HTTPStatus(refusal.status).phrase,
             )
-            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            events = (head, h11.Data(data=body), h11.EndOfMessage())
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
