@@ -29,6 +29,7 @@ from ds4q.runtime.experts.resident import ResidentExperts
 from ds4q.runtime.experts.store import ExpertStore, Phase
 from ds4q.runtime.experts.view import Choices, ExpertsView
 from ds4q.runtime.kv import Snapshot, State
+from ds4q.runtime.kvtype import STORED, KvType
 from ds4q.runtime.laps import Laps
 from ds4q.runtime.model.block import Block
 from ds4q.runtime.model.head import Embedding, Head
@@ -54,6 +55,7 @@ class Engine:
     max_context : most tokens of one sequence; None takes the model's own limit and lets caches
         grow, a number sizes them at once
     batch_tokens : most tokens that go through the layers together; bounds memory, changes nothing
+    kv_type : how window rows and compressed entries are kept
     metadata : the artifact's, for whoever needs its tokenizer
     cache : what ``experts`` belongs to, where they are not simply all in memory; closed with the
         engine
@@ -74,6 +76,7 @@ class Engine:
         threads: int,
         max_context: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
+        kv_type: KvType = "f32",
         metadata: Mapping[str, Any] | None = None,
         cache: ExpertCache | None = None,
     ) -> None:
@@ -81,6 +84,7 @@ class Engine:
         self.metadata = {} if metadata is None else metadata
         self.max_context = checked_context(config, max_context, batch_tokens)
         self._sized_context = max_context
+        self._kv_type = checked_kv_type(kv_type)
         self.batch_tokens = batch_tokens
         self._cache = cache
         self._choices = Choices(config.num_hidden_layers, config.n_routed_experts)
@@ -107,6 +111,7 @@ class Engine:
         cache: CacheOptions | None = None,
         layers: int | None = None,
         spread: Spread | None = None,
+        kv_type: KvType = "f32",
     ) -> Engine:
         """Load an artifact; without ``cache`` all experts are in memory.
 
@@ -119,6 +124,7 @@ class Engine:
         cache : how routed experts are kept
         layers : run only so many, then the head
         spread : what the model runs on; one CPU is all there is
+        kv_type : how window rows and compressed entries are kept; all else is float32
 
         Raises
         ------
@@ -143,7 +149,7 @@ class Engine:
                     config,
                     source,
                     cache,
-                    state_bytes=expected_state_bytes(config, max_context, batch_tokens),
+                    state_bytes=expected_state_bytes(config, max_context, batch_tokens, kv_type),
                     laps=laps,
                 )
                 stack.callback(opened.close)
@@ -155,6 +161,7 @@ class Engine:
                 threads=threads,
                 max_context=max_context,
                 batch_tokens=batch_tokens,
+                kv_type=kv_type,
                 metadata=reader.metadata,
                 cache=opened,
             )
@@ -206,7 +213,7 @@ class Engine:
 
     def new_state(self) -> State:
         """An empty sequence."""
-        state = kv.new_state(self.config, self.batch_tokens, self._sized_context)
+        state = kv.new_state(self.config, self.batch_tokens, self._sized_context, self._kv_type)
         state.number = next(self._sequences)
         return state
 
@@ -358,13 +365,23 @@ def shortened(config: ModelConfig, layers: int | None) -> ModelConfig:
 
 
 def expected_state_bytes(
-    config: ModelConfig, max_context: int | None = None, batch_tokens: int = BATCH_TOKENS
+    config: ModelConfig,
+    max_context: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    kv_type: KvType = "f32",
 ) -> int:
     """Bytes that a cache of experts leaves to a sequence; refuses as ``checked_context`` does."""
     context = checked_context(config, max_context, batch_tokens)
     if max_context is None:  # caches grow: few sequences reach the model's own limit
         context = min(context, UNSIZED_CONTEXT_TOKENS)
-    return kv.state_bytes(config, batch_tokens, context)
+    return kv.state_bytes(config, batch_tokens, context, checked_kv_type(kv_type))
+
+
+def checked_kv_type(kv_type: KvType) -> KvType:
+    """``kv_type``; refuses what rows cannot be kept as."""
+    if kv_type not in STORED:
+        raise RunError("unknown KV type", expected=f"one of {', '.join(STORED)}", found=kv_type)
+    return kv_type
 
 
 def checked_context(config: ModelConfig, max_context: int | None, batch_tokens: int) -> int:

@@ -1,5 +1,7 @@
 """Owns what a sequence carries from one step to the next: window rows and compressed entries.
 
+These two are kept as a KV type says; raw rows and the indexer's entries are float32 always.
+
 A layer keeps a ring of window rows and, where it compresses, the raw rows of the windows in work
 and the finished entries. Which of them count follows from ``State.position`` alone, and the rings
 are longer than a batch. So a step that fails or is cancelled before the position moves has changed
@@ -10,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.kvtype import STORED, KvType, Rows, narrow
 
 F32 = npt.NDArray[np.float32]
 
@@ -25,21 +29,20 @@ _TILE_ROWS = 4  # kernels read entries in groups of four rows, the last one past
 class Entries:
     """Rows that only ever grow in number; capacity doubles, so copying stays linear in all."""
 
-    def __init__(self, width: int, expected: int | None) -> None:
+    def __init__(self, width: int, expected: int | None, stored: np.dtype[Any]) -> None:
         rows = _FIRST_ROWS if expected is None else expected
-        self.rows: F32 = np.zeros((_whole_tiles(rows), width), dtype=np.float32)
+        self.rows: Rows = np.zeros((_whole_tiles(rows), width), dtype=stored)
 
-    def reserve(self, count: int) -> F32:
+    def reserve(self, count: int) -> Rows:
         """The row array, [capacity >= count, width]; contents are kept."""
         if count > len(self.rows):
-            grown = np.zeros(
-                (_whole_tiles(max(count, 2 * len(self.rows))), self.rows.shape[1]), np.float32
-            )
+            rows = _whole_tiles(max(count, 2 * len(self.rows)))
+            grown = np.zeros((rows, self.rows.shape[1]), self.rows.dtype)
             grown[: len(self.rows)] = self.rows
             self.rows = grown
         return self.rows
 
-    def put(self, number: int, rows: F32) -> F32:
+    def put(self, number: int, rows: Rows) -> Rows:
         """Write entries ``number`` on, next to those that are there; returns the row array."""
         held = self.reserve(number + len(rows))
         held[number : number + len(rows)] = rows
@@ -65,7 +68,7 @@ def _whole_tiles(rows: int) -> int:
     return -(-rows // _TILE_ROWS) * _TILE_ROWS
 
 
-def _put(ring: F32, first: int, rows: F32) -> None:
+def _put(ring: Rows, first: int, rows: Rows) -> None:
     """Write the rows of positions ``first`` on; no more than the ring has."""
     at = first % len(ring)
     ahead = min(len(rows), len(ring) - at)
@@ -73,7 +76,7 @@ def _put(ring: F32, first: int, rows: F32) -> None:
     ring[: len(rows) - ahead] = rows[ahead:]
 
 
-def _kept(ring: F32, first: int, end: int) -> F32:
+def _kept(ring: Rows, first: int, end: int) -> Rows:
     """A copy of the rows of positions ``first`` .. ``end - 1``."""
     return ring[np.arange(first, end) % len(ring)]
 
@@ -87,22 +90,26 @@ class CompressorCache:
     width : columns of an entry; at ratio 4 raw rows are twice as wide and windows overlap
     batch : most tokens of one step
     max_context : most tokens of the sequence, or None to grow
+    stored : how entries are kept
     """
 
-    def __init__(self, ratio: int, width: int, batch: int, max_context: int | None) -> None:
+    def __init__(
+        self, ratio: int, width: int, batch: int, max_context: int | None, stored: np.dtype[Any]
+    ) -> None:
         ring = (ring_rows(ratio, batch), overlap(ratio) * width)
         self.values: F32 = np.zeros(ring, dtype=np.float32)
         self.gates: F32 = np.zeros(ring, dtype=np.float32)
-        self.entries = Entries(width, None if max_context is None else max_context // ratio)
+        expected = None if max_context is None else max_context // ratio
+        self.entries = Entries(width, expected, stored)
         self._ratio = ratio
 
-    def rows(self, position: int) -> list[F32]:
+    def rows(self, position: int) -> list[Rows]:
         """Copies of what steps from ``position`` on read: raw values, gates, and entries."""
         first = self._first(position)
         raw = [_kept(ring, first, position) for ring in (self.values, self.gates)]
         return [*raw, self.entries.rows[: position // self._ratio].copy()]
 
-    def load(self, position: int, rows: Sequence[F32]) -> None:
+    def load(self, position: int, rows: Sequence[Rows]) -> None:
         """Take what ``rows`` gave at ``position``."""
         values, gates, entries = rows
         _put(self.values, self._first(position), values)
@@ -123,28 +130,34 @@ class LayerCache:
     """State of one layer; ``compressor`` and ``index`` are None where the layer has none."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, batch: int, max_context: int | None
+        self,
+        config: ModelConfig,
+        layer: int,
+        batch: int,
+        max_context: int | None,
+        kv_type: KvType = "f32",
     ) -> None:
-        ratio = config.compress_ratios[layer]
-        self.window: F32 = np.zeros((window_rows(config, batch), config.head_dim), np.float32)
+        ratio, stored = config.compress_ratios[layer], STORED[kv_type]
+        self.window: Rows = np.zeros((window_rows(config, batch), config.head_dim), stored)
         self._reach = config.sliding_window
         self.compressor: CompressorCache | None = None
         self.index: CompressorCache | None = None
         if ratio:
-            self.compressor = CompressorCache(ratio, config.head_dim, batch, max_context)
+            self.compressor = CompressorCache(ratio, config.head_dim, batch, max_context, stored)
         if ratio == 4:
-            self.index = CompressorCache(ratio, config.index_head_dim, batch, max_context)
+            plain = STORED["f32"]
+            self.index = CompressorCache(ratio, config.index_head_dim, batch, max_context, plain)
 
     def put(self, first: int, rows: F32) -> None:
         """Write the window rows of positions ``first`` on; a batch of them at most."""
-        _put(self.window, first, rows)
+        _put(self.window, first, narrow(rows, self.window.dtype))
 
-    def rows(self, position: int) -> list[list[F32]]:
+    def rows(self, position: int) -> list[list[Rows]]:
         """Copies of what steps from ``position`` on read: window rows, then each compressor's."""
         window = _kept(self.window, self._first(position), position)
         return [[window], *(part.rows(position) for part in self._compressors)]
 
-    def load(self, position: int, rows: Sequence[Sequence[F32]]) -> None:
+    def load(self, position: int, rows: Sequence[Sequence[Rows]]) -> None:
         """Take what ``rows`` gave at ``position``."""
         (window,), *others = rows
         _put(self.window, self._first(position), window)
@@ -190,7 +203,7 @@ class Snapshot:
     """A copy of what a sequence kept after ``position`` tokens: what later steps read, no more."""
 
     position: int
-    layers: tuple[tuple[tuple[F32, ...], ...], ...]
+    layers: tuple[tuple[tuple[Rows, ...], ...], ...]
 
     @property
     def nbytes(self) -> int:
@@ -198,7 +211,7 @@ class Snapshot:
         return sum(rows.nbytes for rows in self.arrays)
 
     @property
-    def arrays(self) -> Iterator[F32]:
+    def arrays(self) -> Iterator[Rows]:
         """All rows; none can be written to."""
         return (rows for layer in self.layers for part in layer for rows in part)
 
@@ -220,22 +233,24 @@ def load(state: State, source: Snapshot) -> None:
     state.position = source.position
 
 
-def new_state(config: ModelConfig, batch: int, max_context: int | None) -> State:
+def new_state(
+    config: ModelConfig, batch: int, max_context: int | None, kv_type: KvType = "f32"
+) -> State:
     """An empty sequence for steps of at most ``batch`` tokens."""
-    return State(
-        [LayerCache(config, layer, batch, max_context) for layer in range(config.num_hidden_layers)]
-    )
+    layers = range(config.num_hidden_layers)
+    return State([LayerCache(config, n, batch, max_context, kv_type) for n in layers])
 
 
-def state_bytes(config: ModelConfig, batch: int, max_context: int) -> int:
+def state_bytes(config: ModelConfig, batch: int, max_context: int, kv_type: KvType = "f32") -> int:
     """Bytes of a sequence of ``max_context`` tokens, without making it."""
-    floats = 0
+    floats = stored = 0
     for ratio in config.compress_ratios:
-        floats += window_rows(config, batch) * config.head_dim
-        widths = ((config.head_dim,) if ratio else ()) + (
-            (config.index_head_dim,) if ratio == 4 else ()
-        )
-        for width in widths:
-            floats += 2 * ring_rows(ratio, batch) * overlap(ratio) * width
-            floats += _whole_tiles(max_context // ratio) * width
-    return 4 * floats
+        stored += window_rows(config, batch) * config.head_dim
+        if ratio:
+            raw = 2 * ring_rows(ratio, batch) * overlap(ratio)
+            entries = _whole_tiles(max_context // ratio)
+            floats += raw * config.head_dim
+            stored += entries * config.head_dim
+            if ratio == 4:
+                floats += (raw + entries) * config.index_head_dim
+    return 4 * floats + STORED[kv_type].itemsize * stored

@@ -19,6 +19,7 @@ from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.kv import LayerCache
+from ds4q.runtime.kvtype import Rows, widen, widened
 from ds4q.runtime.model.compressor import Compressor
 from ds4q.runtime.model.indexer import Indexer
 from ds4q.runtime.model.norm import inverse_rms, norm_row, rms_norm, rms_norm_reference
@@ -51,9 +52,9 @@ def _append_window_fast(
 def attend_reference(
     q: F32,
     sink: F32,
-    window: F32,
+    window: Rows,
     reach: int,
-    entries: F32,
+    entries: Rows,
     chosen: I64,
     counts: I64,
     cos: F32,
@@ -70,8 +71,8 @@ def attend_reference(
     ----------
     q : f32 [T, H, D], projected queries, neither normed nor rotated
     sink : f32 [H]
-    window : f32 [capacity, D] ring; the token at position p sees p - reach + 1 .. p
-    entries : f32 [capacity, D]; token t sees ``chosen[t, :counts[t]]``, or the first
+    window : [capacity, D] ring as it is stored; the token at position p sees p - reach + 1 .. p
+    entries : [capacity, D] as they are stored; token t sees ``chosen[t, :counts[t]]``, or the first
         ``counts[t]`` where ``chosen`` has no columns
     cos, sin : f32 [T, pairs] at the tokens' positions
     first : position of token 0
@@ -84,7 +85,7 @@ def attend_reference(
         position = first + t
         seen = np.arange(max(0, position - reach + 1), position + 1) % len(window)
         picked = chosen[t, : counts[t]] if chosen.shape[1] else np.arange(counts[t])
-        keys = np.concatenate([window[seen], entries[picked]])  # [n, D]
+        keys = np.concatenate([widen(window[seen]), widen(entries[picked])])  # [n, D]
         head = q[t, low : low + LANES]  # [h, D]
         head = head / np.sqrt(np.mean(head**2, axis=-1, keepdims=True) + np.float32(eps))
         scores = rotate_reference(head, cos[t], sin[t]) @ keys.T * np.float32(width**-0.5)
@@ -97,7 +98,7 @@ def attend_reference(
 
 @jit
 def _gather(
-    window: F32, position: int, reach: int, entries: F32, chosen: I64, count: int, keys: F32
+    window: Rows, position: int, reach: int, entries: Rows, chosen: I64, count: int, keys: F32
 ) -> int:
     """Copy the rows that one token sees to ``keys``, window rows first; return their number."""
     oldest = max(0, position - reach + 1)
@@ -106,11 +107,11 @@ def _gather(
     for i in range(seen):
         source, target = window[(oldest + i) % window.shape[0]], keys[i]
         for c in range(source.shape[0]):
-            target[c] = source[c]
+            target[c] = widened(source[c])
     for i in range(count):
         source, target = entries[chosen[i] if chosen.shape[0] else i], keys[seen + i]
         for c in range(source.shape[0]):
-            target[c] = source[c]
+            target[c] = widened(source[c])
     for i in range(seen + count, min(seen + count + ROWS, keys.shape[0])):
         keys[i] = 0.0
     for c in range(window.shape[1], keys.shape[1]):
@@ -154,9 +155,9 @@ def _load_queries(q: F32, cos: F32, sin: F32, eps: float, row: F32, queries: F32
 def _attend_fast(
     q: F32,
     sink: F32,
-    window: F32,
+    window: Rows,
     reach: int,
-    entries: F32,
+    entries: Rows,
     chosen: I64,
     counts: I64,
     cos: F32,
@@ -217,8 +218,8 @@ class Seen(NamedTuple):
     """What the tokens of a span see; ``attend_reference`` tells what each is."""
 
     span: Span
-    window: F32
-    entries: F32
+    window: Rows
+    entries: Rows
     chosen: I64
     counts: I64
 
@@ -339,7 +340,7 @@ class Attention:
             chosen, shown = choice or (everything[span.rows], counts[span.rows])
             seen.append(Seen(span, cache.window, rows, chosen, shown))
             if step.trace is not None and self._ratio:
-                step.trace(f"l{self._layer}.compressed_kv", rows[: span.end // self._ratio])
+                step.trace(f"l{self._layer}.compressed_kv", widen(rows[: span.end // self._ratio]))
                 step.trace(f"l{self._layer}.index_topk", _listed(chosen, shown))
         return seen
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.runtime.kv import CompressorCache
+from ds4q.runtime.kvtype import Rows, narrow
 from ds4q.runtime.model.norm import norm_row, rms_norm_reference
 from ds4q.runtime.model.parts import Parts, Step
 from ds4q.runtime.model.rope import rotate_reference, rotate_row
@@ -163,10 +164,10 @@ class Compressor:
         self._ape = parts.source.values(f"{name}.ape", ratio, columns)
         self._norm = parts.source.values(f"{name}.norm.weight", width)
 
-    def append(self, x: F32, step: Step, caches: Sequence[CompressorCache]) -> list[F32]:
+    def append(self, x: F32, step: Step, caches: Sequence[CompressorCache]) -> list[Rows]:
         """Take the step's tokens, x [T, d], to the cache of each span.
 
-        Returns the entry rows of each, those now complete filled in.
+        Returns the entry rows of each as they are stored, those now complete filled in.
         """
         places = step.places[self._ratio]
         values = self._backend.linear(self._wkv, x)
@@ -187,5 +188,6 @@ class Compressor:
                 cache.gates,
                 made[windows],
             )
-            held.append(cache.entries.put(span.first // self._ratio, made[windows]))
+            entries = narrow(made[windows], cache.entries.rows.dtype)
+            held.append(cache.entries.put(span.first // self._ratio, entries))
         return held

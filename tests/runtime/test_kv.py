@@ -7,13 +7,16 @@ import pytest
 
 from ds4q.runtime.config import parse_config
 from ds4q.runtime.kv import Entries, LayerCache, new_state, state_bytes
+from ds4q.runtime.kvtype import STORED, KvType
 from tests.runtime.artifacts import DATA, config_of
+
+PLAIN = STORED["f32"]
 
 CONFIG = parse_config(config_of(DATA / "ds4-random"))  # ratios 0, 4, 128, 4, 128, 0; window 32
 
 
 def test_growth_keeps_rows_and_copies_linearly() -> None:
-    entries, copied = Entries(3, None), 0
+    entries, copied = Entries(3, None, PLAIN), 0
     for count in range(1, 5000):
         before = entries.rows
         rows = entries.reserve(count)
@@ -26,14 +29,14 @@ def test_growth_keeps_rows_and_copies_linearly() -> None:
 
 
 def test_sized_entries_never_move() -> None:
-    entries = Entries(3, 10)
+    entries = Entries(3, 10, PLAIN)
     rows = entries.rows
     assert len(rows) == 12  # whole tiles of four
     assert entries.reserve(10) is rows
 
 
 def test_reserve_jumps_to_what_is_asked() -> None:
-    assert len(Entries(2, 0).reserve(1001)) == 1004
+    assert len(Entries(2, 0, PLAIN).reserve(1001)) == 1004
 
 
 @pytest.mark.parametrize(
@@ -70,8 +73,24 @@ def test_state_counts_its_bytes() -> None:
 
 @pytest.mark.parametrize("name", ["ds4-tiny", "ds4-random"])
 @pytest.mark.parametrize(("batch", "context"), [(1, 1), (256, 1000), (7, 4099)])
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16"])
 def test_bytes_of_a_sequence_are_told_without_making_it(
-    name: str, batch: int, context: int
+    name: str, batch: int, context: int, kv_type: KvType
 ) -> None:
     config = parse_config(config_of(DATA / name))
-    assert state_bytes(config, batch, context) == new_state(config, batch, context).nbytes
+    state = new_state(config, batch, context, kv_type)
+    assert state_bytes(config, batch, context, kv_type) == state.nbytes
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "bf16"])
+def test_rows_of_16_bits(kv_type: KvType) -> None:
+    """Window and entries; raw rows and the indexer's entries stay as they are."""
+    for layer in range(3):
+        cache = LayerCache(CONFIG, layer, 7, 1000, kv_type)
+        assert cache.window.itemsize == 2
+        if cache.compressor is not None:
+            assert cache.compressor.entries.rows.itemsize == 2
+            assert cache.compressor.entries.reserve(5000).itemsize == 2
+            assert cache.compressor.values.itemsize == cache.compressor.gates.itemsize == 4
+        if cache.index is not None:
+            assert cache.index.entries.rows.itemsize == 4

@@ -30,7 +30,8 @@ from ds4q.runtime.experts.reading import ExpertReader
 from ds4q.runtime.experts.replay import reproduce
 from ds4q.runtime.experts.trace import read_trace
 from ds4q.runtime.kv import Snapshot, State
-from tests.checks import check_refused
+from ds4q.runtime.kvtype import STORED, KvType, narrow
+from tests.checks import check_refused, same_bits
 from tests.runtime.artifacts import DATA
 
 F32 = npt.NDArray[np.float32]
@@ -135,6 +136,45 @@ def test_long_texts_side_by_side(engines: dict[str, Engine], alone: list[F32], k
         for n in range(50)
     ]
     assert run(engines[kind], steps, alone) > 120
+
+
+# ---------------------------------------------------------------- KV types
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "bf16"])
+def test_rows_of_16_bits_are_rounded_once(
+    random_path: Path, alone: list[F32], kv_type: KvType
+) -> None:
+    """Neither pieces, company, threads nor copies show; and logits move, but little."""
+    engine = Engine.load(random_path, threads=2, batch_tokens=BATCH, kv_type=kv_type)
+    known = [engine.forward(engine.new_state(), ids, "all") for ids in TEXTS]
+    moved = np.median(np.abs(np.concatenate(known) - np.concatenate(alone)))
+    assert 1e-4 < moved < 0.05  # not the largest: some choices of experts fall otherwise
+    steps = [[(n % 4, 11, -1), ((n + 1) % 4, 1, n % 3), ((n + 2) % 4, 7, -1)] for n in range(24)]
+    assert run(engine, steps, known) > 48
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "bf16"])
+def test_rows_are_the_nearest_to_those_of_float32(
+    random_path: Path, engines: dict[str, Engine], kv_type: KvType
+) -> None:
+    """In the first layer, whose input no rounding has touched."""
+    engine = Engine.load(random_path, threads=1, kv_type=kv_type, layers=1)
+    state, plain = engine.new_state(), engines["resident"].new_state()
+    engine.forward(state, TEXTS[0][:20])
+    engines["resident"].forward(plain, TEXTS[0][:20])
+    rows = narrow(plain.layers[0].window[:20], STORED[kv_type])
+    same_bits(state.layers[0].window[:20], rows)
+    assert engine.snapshot(state).nbytes == 20 * 2 * engine.config.head_dim
+
+
+def test_an_unknown_type_is_refused(random_path: Path) -> None:
+    wrong: Any = "q8"
+    check_refused(
+        RunError,
+        lambda: Engine.load(random_path, threads=1, kv_type=wrong),
+        says=["KV type", "f32, f16, bf16", "q8"],
+    )
 
 
 # ---------------------------------------------------------------- copies

@@ -12,6 +12,7 @@ import pytest
 from ds4q.artifact.types import BF16, ROCMFP2
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.backend.workers import Workers
+from ds4q.runtime.kvtype import STORED, KvType, narrow, widen
 from ds4q.runtime.model import attention, rope
 from ds4q.runtime.model.norm import rms_norm
 from ds4q.runtime.model.parts import Span
@@ -105,6 +106,18 @@ def test_neither_threads_nor_spans_show(monkeypatch: pytest.MonkeyPatch) -> None
     whole = attend(1, args)
     for threads, cuts in ((3, ()), (1, (1, 2, 7)), (3, (4, 8))):
         assert np.array_equal(attend(threads, args, cuts), whole)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "bf16"])
+@pytest.mark.parametrize("topk", [0, 8])
+def test_stored_rows_are_read_as_their_values(path: str, kv_type: KvType, topk: int) -> None:
+    args = case(3, 20, 40, 12, 30, topk, 100)
+    for name in ("window", "entries"):
+        args[name] = narrow(args[name], STORED[kv_type])
+    found = attend(1, args)
+    for name in ("window", "entries"):
+        args[name] = widen(args[name])
+    assert np.array_equal(found, attend(1, args))
 
 
 def test_large_scores_do_not_overflow(path: str) -> None:
