@@ -6,7 +6,8 @@
 // window's rows from the oldest on, then `chosen` [T][topk] or, where that is null (topk 0), the
 // first entries. Chunk c is keys 16 c .. 16 c + 15 of that list, so what a token adds up does not
 // depend on its neighbours. `chunks` is what partial has room for, >= ceil(n / 16) of every token.
-// Token t of the launch stands at step->first + offset + t. Base pointers 16-byte aligned.
+// Tokens [T] say where each stands; they may be of several sequences. Built for DS4Q_KV_TYPE, which
+// keys are kept in and widened from as they are staged. Base pointers 16-byte aligned.
 //
 // attend: grid (X, ceil(heads / 16), T) with any X, block 256, LDS 36992 or 20608.
 //   Block x takes chunks x, x + X, ..: keys are staged in shared memory and serve 16 heads. Group g
@@ -24,7 +25,6 @@
 // Measured on an NVIDIA H200, Flash shapes, one token, by launch in a graph (an empty one 0.5 us):
 // attend 8.8 us at ratio 4 (640 keys), 6.0 us at 128 (160 keys); attend_combine 3.5 and 2.9
 // us. Nothing here has run on AMD hardware.
-#include "ds4q_dense.h"
 #include "ds4q_state.h"
 
 #ifndef DS4Q_HEAD_DIM
@@ -34,33 +34,63 @@
 #define ATTEND_HALF (128 * ATTEND_QUADS)            // columns of a group
 #define ATTEND_COLUMNS (2 * ATTEND_HALF)            // of a staged key, zeros past D
 #define ATTEND_KEYS 16                              // of a chunk
+#define ATTEND_STAGED (ATTEND_KEYS * ATTEND_QUADS / 4)  // quads of a thread
 #define ATTEND_HEADS 4                              // of a group
 #define ATTEND_STRIDE (DS4Q_HEAD_DIM + 4)           // floats of a head's partial result
+
+// Where the quad lies that this thread stages as its i-th, if it has one there.
+struct attend_source {
+  const ds4q_kept* row;
+  bool inside;
+};
+DS4Q_FN attend_source attend_find(const ds4q_kept* window, const ds4q_kept* entries,
+                                  ds4q_sight sight, int place, int begin, int i) {
+  int quad = (int)ds4q_thread() + 256 * i;
+  int key = quad / (ATTEND_COLUMNS / 4), column = 4 * (quad % (ATTEND_COLUMNS / 4));
+  int at = (int)ds4q_shuffle_bits((ds4q_u32)place, (ds4q_u32)key);
+  const ds4q_kept* row = at < 0 ? window : entries;
+  row += (ds4q_u64)(at < 0 ? -1 - at : at) * DS4Q_HEAD_DIM + column;
+  return {row, begin + key < sight.rows + sight.entries && column < DS4Q_HEAD_DIM};
+}
 
 // Stages the keys of one chunk, zeros past the last.
 DS4Q_FN void attend_stage(float* keys, const ds4q_layer_state* state, ds4q_sight sight,
                           const int* chosen, int begin) {
-  const float* window = state->window;
-  const float* entries = state->entries;
+  const ds4q_kept* window = state->window;
+  const ds4q_kept* entries = state->entries;
   // Lane l looks up where key l % 16 lies: an entry, or -1 - the window's slot.
   int own = begin + (int)ds4q_lane() % ATTEND_KEYS, entry = own - sight.rows;
   int slots = state->window_rows, slot = sight.oldest % slots + own;
   int place = -1 - (slot < slots ? slot : slot - slots);
   if (entry >= 0 && entry < sight.entries) place = chosen ? chosen[entry] : entry;
+#if DS4Q_KV_TYPE == 0
   DS4Q_ROLLED
-  for (int i = 0; i < ATTEND_KEYS * ATTEND_QUADS / 4; i++) {
-    int quad = (int)ds4q_thread() + 256 * i;
-    int key = quad / (ATTEND_COLUMNS / 4), column = 4 * (quad % (ATTEND_COLUMNS / 4));
-    int at = (int)ds4q_shuffle_bits((ds4q_u32)place, (ds4q_u32)key);
-    const float* row = at < 0 ? window : entries;
-    row += (ds4q_u64)(at < 0 ? -1 - at : at) * DS4Q_HEAD_DIM;
-    if (begin + key < sight.rows + sight.entries && column < DS4Q_HEAD_DIM) {
-      ds4q_copy16(keys + 4 * quad, row + column);
+  for (int i = 0; i < ATTEND_STAGED; i++) {
+    attend_source from = attend_find(window, entries, sight, place, begin, i);
+    float* to = keys + 4 * (ds4q_thread() + 256 * i);
+    if (from.inside) {
+      ds4q_copy16(to, from.row);
     } else {
-      ds4q_store4(keys + 4 * quad, ds4q_quad{});
+      ds4q_store4(to, ds4q_quad{});
     }
   }
   ds4q_copy_commit();
+#else
+  // All loads are asked for before anything is waited for.
+  ds4q_kept4 held[ATTEND_STAGED];
+  DS4Q_UNROLL
+  for (int i = 0; i < ATTEND_STAGED; i++) {
+    attend_source from = attend_find(window, entries, sight, place, begin, i);
+    held[i] = from.inside ? *(const ds4q_kept4*)from.row : ds4q_kept4{};
+  }
+  DS4Q_UNROLL
+  for (int i = 0; i < ATTEND_STAGED; i++) {
+    ds4q_quad quad;
+    DS4Q_UNROLL
+    for (int j = 0; j < 4; j++) quad.v[j] = ds4q_widened(held[i].v[j]);
+    ds4q_store4(keys + 4 * (ds4q_thread() + 256 * i), quad);
+  }
+#endif
 }
 
 // This group's half of its heads' queries; zeros past the last head or column.
@@ -194,9 +224,9 @@ DS4Q_FN void attend_mix(const float* keys, const float* shares, float* out, int 
 }
 
 DS4Q_KERNEL(attend, 256,
-            (const float* q, const ds4q_layer_state* state, const ds4q_step* step,
+            (const float* q, const ds4q_layer_state* state, const ds4q_token* tokens,
              const int* chosen, const float* cos, const float* sin, float* partial, int heads,
-             int pairs, int reach, int ratio, int topk, int chunks, int offset, float eps)) {
+             int pairs, int reach, int ratio, int topk, int chunks, float eps)) {
   DS4Q_SHARED(float, keys, ATTEND_KEYS * ATTEND_COLUMNS);
   DS4Q_SHARED(float, dots, 8 * 64);  // [group][low or high][lane]
   DS4Q_SHARED(float, shares, 8 * ATTEND_KEYS * ATTEND_HEADS);
@@ -206,9 +236,11 @@ DS4Q_KERNEL(attend, 256,
   int live = heads - head < ATTEND_HEADS ? heads - head : ATTEND_HEADS;  // below 1: none
   ds4q_quad queries[ATTEND_HEADS][ATTEND_QUADS];  // asked for first: they wait for nothing
   attend_load(queries, q + ((ds4q_u64)t * heads + head) * DS4Q_HEAD_DIM, live, half);
-  ds4q_sight sight = ds4q_sight_of(step->first + offset + t, reach, ratio, topk);
+  ds4q_token token = tokens[t];
+  ds4q_sight sight = ds4q_sight_of(token.position, reach, ratio, topk);
   int seen = sight.rows + sight.entries;
   if ((int)ds4q_block_x() * ATTEND_KEYS >= seen) return;
+  state += token.states;
   const int* list = chosen ? chosen + (ds4q_u64)t * topk : chosen;
   attend_stage(keys, state, sight, list, (int)ds4q_block_x() * ATTEND_KEYS);
   attend_turn(queries, half, pairs, cos + (ds4q_u64)t * pairs, sin + (ds4q_u64)t * pairs,
@@ -267,15 +299,15 @@ DS4Q_FN combine_parts combine_load(const float* from, ds4q_u64 next, int begin, 
 }
 
 DS4Q_KERNEL(attend_combine, 256,
-            (const float* partial, const float* sink, const ds4q_step* step, const float* cos,
+            (const float* partial, const float* sink, const ds4q_token* tokens, const float* cos,
              const float* sin, float* out, int heads, int pairs, int reach, int ratio, int topk,
-             int chunks, int offset)) {
+             int chunks)) {
   DS4Q_SHARED(ds4q_quad, sums, COMBINE_GROUPS * DS4Q_LANES);
   DS4Q_SHARED(float, totals, COMBINE_GROUPS * DS4Q_LANES);
   int t = (int)ds4q_block_z(), head = (int)ds4q_block_y();
   int lane = (int)ds4q_lane(), group = (int)(ds4q_thread() / DS4Q_LANES);
   int column = 128 * (int)ds4q_block_x() + 4 * lane;
-  ds4q_sight sight = ds4q_sight_of(step->first + offset + t, reach, ratio, topk);
+  ds4q_sight sight = ds4q_sight_of(tokens[t].position, reach, ratio, topk);
   int count = (sight.rows + sight.entries + ATTEND_KEYS - 1) / ATTEND_KEYS;
   const float* from = partial + ((ds4q_u64)t * chunks * heads + head) * ATTEND_STRIDE;
   ds4q_u64 next = (ds4q_u64)heads * ATTEND_STRIDE;

@@ -1,8 +1,7 @@
 // Owns the choice of compressed entries at ratio 4: scores of all that a token sees, and the best
 // topk of them. What the entries are is compress.hip's; projections are linear.hip's.
 //
-// Token t of a launch stands at step->first + offset + t and sees count = (position + 1) / ratio
-// entries. q [T][heads][width], gates [T][heads], scores [T][stride], chosen [T][topk]; cos, sin
+// Token t of a launch sees count = (position + 1) / ratio entries of its sequence. q [T][heads][width], gates [T][heads], scores [T][stride], chosen [T][topk]; cos, sin
 // [T][pairs]. heads <= 64; width <= 128, a multiple of 4. q and entries are 16-byte aligned.
 //
 // index_scores: grid (X, T) with any X, block 256, LDS 8704. Nothing while count <= topk. Block x
@@ -18,7 +17,6 @@
 // Measured on an NVIDIA H200, Flash shapes, one token, by launch in a graph (an empty one 0.5 us):
 // index_scores 4.3 us (1024 entries, X = 64), index_select 4.3 us; 0.45 ms where a million tokens
 // left 262144 entries. Nothing here has run on AMD hardware.
-#include "ds4q_dense.h"
 #include "ds4q_state.h"
 
 #define INDEX_KEYS 16
@@ -27,10 +25,6 @@
 #define SELECT_THREADS 512
 #define SELECT_GROUPS (SELECT_THREADS / DS4Q_LANES)
 #define SELECT_BINS 256
-
-DS4Q_FN int index_count(const ds4q_step* step, int offset, int ratio) {
-  return (step->first + offset + (int)ds4q_block_y() + 1) / ratio;
-}
 
 // Eight heads of a group, turned; zeros past the last head or column.
 DS4Q_FN void index_load(ds4q_quad* q, const float* from, int live, int width, int pairs,
@@ -67,11 +61,12 @@ DS4Q_FN float index_dot(const ds4q_quad* q, const float* key) {
 
 DS4Q_KERNEL(index_scores, 256,
             (const float* q, const float* gates, const ds4q_layer_state* state,
-             const ds4q_step* step, const float* cos, const float* sin, float* scores, int heads,
-             int width, int pairs, int ratio, int topk, int stride, int offset)) {
+             const ds4q_token* tokens, const float* cos, const float* sin, float* scores,
+             int heads, int width, int pairs, int ratio, int topk, int stride)) {
   DS4Q_SHARED(float, keys, INDEX_KEYS * INDEX_WIDTH);
   DS4Q_SHARED(float, sums, 8 * INDEX_KEYS);
-  int count = index_count(step, offset, ratio);
+  ds4q_token token = tokens[ds4q_block_y()];
+  int count = (token.position + 1) / ratio;
   if (count <= topk || (int)ds4q_block_x() * INDEX_KEYS >= count) return;
   ds4q_u64 t = ds4q_block_y();
   int thread = (int)ds4q_thread(), lane = (int)ds4q_lane(), group = thread / DS4Q_LANES;
@@ -83,7 +78,7 @@ DS4Q_KERNEL(index_scores, 256,
   if (head + lane / 4 < heads) {
     gain = gates[t * heads + head + lane / 4] * (1.0f / ds4q_sqrt((float)(width * heads)));
   }
-  const float* entries = state->index_entries;
+  const float* entries = state[token.states].index_entries;
   for (int begin = (int)ds4q_block_x() * INDEX_KEYS; begin < count;
        begin += INDEX_KEYS * (int)ds4q_blocks_x()) {
     DS4Q_UNROLL
@@ -226,12 +221,12 @@ DS4Q_FN void select_write(const select_run& run, ds4q_u32 low, ds4q_u32 high, ds
 }
 
 DS4Q_KERNEL(index_select, SELECT_THREADS,
-            (const float* scores, const ds4q_step* step, int* chosen, int ratio, int topk,
-             int stride, int offset)) {
+            (const float* scores, const ds4q_token* tokens, int* chosen, int ratio, int topk,
+             int stride)) {
   DS4Q_SHARED(ds4q_u32, bins, SELECT_BINS);
   DS4Q_SHARED(ds4q_u32, room, 2 * SELECT_GROUPS);
   DS4Q_SHARED(ds4q_u32, found, 3);
-  int count = index_count(step, offset, ratio), thread = (int)ds4q_thread();
+  int count = (tokens[ds4q_block_y()].position + 1) / ratio, thread = (int)ds4q_thread();
   int* out = chosen + (ds4q_u64)ds4q_block_y() * topk;
   if (count <= topk) {
     for (int i = thread; i < topk; i += SELECT_THREADS) out[i] = i < count ? i : -1;

@@ -7,14 +7,18 @@ choice takes. What a kernel does not write stays as the rig filled it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import numpy as np
 
+from ds4q.hipkern.kernels import KV_TYPES
 from ds4q.hipkern.matrix import sum_grid
-from ds4q.hipkern.selftest.rig import Case, Rig
+from ds4q.hipkern.selftest.rig import Array, Case, Rig
 
 EPS = 1e-6
 STREAMS = 4
+F32, F16, BF16 = KV_TYPES
+KEPT = {F32: "", F16: "F16", BF16: "BF16"}
 
 
 def _argmax_parts(rig: Rig) -> None:
@@ -91,15 +95,29 @@ def _hc_head(rig: Rig) -> None:
     rig.launch((1, tokens, 1), *given, *made, d, -(-d // 32), EPS, EPS)
 
 
-def _step(rig: Rig, first: int, tokens: int) -> int:
-    return rig.put(struct.pack("<4i", first, tokens, 0, 0))
+def _tokens(rig: Rig, *runs: tuple[int, int]) -> int:
+    """``ds4q_token`` of each token of ``runs``: (first position, tokens) of each sequence."""
+    packed, row = b"", 0
+    for number, (first, count) in enumerate(runs):
+        packed += b"".join(struct.pack("<4i", first + t, row, number, 0) for t in range(count))
+        row += count
+    return rig.put(packed)
 
 
-def _state(rig: Rig, pointers: dict[str, int], rows: tuple[int, int, int, int]) -> int:
-    """A ``ds4q_layer_state``; pointers that are not given are null."""
+def _states(rig: Rig, rows: tuple[int, int, int, int], *each: dict[str, int]) -> int:
+    """A ``ds4q_layer_state`` of each sequence; pointers that are not given are null."""
     names = ("window", "values", "gates", "entries")
     every = (*names, "index_values", "index_gates", "index_entries")
-    return rig.put(struct.pack("<7Q4i", *(pointers.get(name, 0) for name in every), *rows))
+    packed = (struct.pack("<7Q4i", *(p.get(name, 0) for name in every), *rows) for p in each)
+    return rig.put(b"".join(packed))
+
+
+def _kept(rig: Rig, kind: int, rows: int, width: int) -> Array:
+    """Rows [rows, width] as a sequence keeps them."""
+    drawn = rig.inputs.values(rows, width)
+    if kind == F16:
+        return drawn.astype(np.float16)
+    return (drawn.view(np.uint32) >> 16).astype(np.uint16) if kind == BF16 else drawn
 
 
 def _raw_rows(rig: Rig, tokens: int, ratio: int, width: int) -> list[int]:
@@ -109,68 +127,92 @@ def _raw_rows(rig: Rig, tokens: int, ratio: int, width: int) -> list[int]:
     return [rig.put(rig.inputs.values(*shape, scale=2.0)) for shape in shapes]
 
 
-def _latents(rig: Rig) -> None:
-    """At each ratio, with a window that the batch completes and one that stays open."""
-    tokens, width, index_width, pairs, query_width = 6, 64, 32, 16, 72
+def _latents(kind: int) -> Case:
+    """At each ratio, two sequences: each completes a window and leaves one open."""
+    width, index_width, pairs, query_width = 64, 32, 16, 72
     window_rows, capacity = 40, 6
-    draw, put = rig.inputs.values, rig.put
-    for ratio, first, blocks in ((0, 38, 2), (4, 5, 4), (128, 124, 3)):
-        ring = 2 * ratio + tokens
-        held = {"window": draw(window_rows, width)}
-        raw, index_raw = [0] * 4, [0] * 4
+
+    def held(rig: Rig, ratio: int, ring: int) -> dict[str, int]:
+        """What a sequence has: addresses by name."""
+        draw, columns = rig.inputs.values, 2 * width if ratio == 4 else width
+        rows: dict[str, Array] = {"window": _kept(rig, kind, window_rows, width)}
         if ratio:
-            raw = _raw_rows(rig, tokens, ratio, width)
-            columns = 2 * width if ratio == 4 else width
-            held |= {name: draw(ring, columns) for name in ("values", "gates")}
-            held["entries"] = draw(capacity, width)
+            rows |= {name: draw(ring, columns) for name in ("values", "gates")}
+            rows["entries"] = _kept(rig, kind, capacity, width)
         if ratio == 4:
-            index_raw = _raw_rows(rig, tokens, ratio, index_width)
-            held |= {f"index_{name}": draw(ring, 2 * index_width) for name in ("values", "gates")}
-            held["index_entries"] = draw(capacity, index_width)
-        state = {name: rig.inout(array) for name, array in held.items()}
-        turns = [put(draw(rows, pairs)) for rows in (tokens, tokens, 2, 2)]
-        rig.launch(
-            (blocks, tokens, 1),
-            put(draw(tokens, query_width)),
-            put(draw(query_width)),
-            rig.output(4 * tokens * query_width),
-            query_width,
-            put(draw(tokens, width)),
-            put(draw(width)),
-            *raw,
-            *index_raw,
-            *turns,
-            _state(rig, state, (window_rows, ring, ring, capacity)),
-            _step(rig, first, tokens),
-            width,
-            index_width,
-            pairs,
-            ratio,
-            EPS,
-        )
+            rows |= {f"index_{name}": draw(ring, 2 * index_width) for name in ("values", "gates")}
+            rows["index_entries"] = draw(capacity, index_width)
+        return {name: rig.inout(array) for name, array in rows.items()}
+
+    def body(rig: Rig) -> None:
+        draw, put = rig.inputs.values, rig.put
+        for ratio, runs, blocks in (
+            (0, ((38, 6), (0, 2)), 2),
+            (4, ((5, 6), (2, 3)), 4),
+            (128, ((124, 6), (255, 2)), 3),
+        ):
+            tokens = sum(count for _, count in runs)
+            ring, raw, index_raw = 2 * ratio + tokens, [0] * 4, [0] * 4
+            if ratio:
+                raw = _raw_rows(rig, tokens, ratio, width)
+            if ratio == 4:
+                index_raw = _raw_rows(rig, tokens, ratio, index_width)
+            rig.launch(
+                (blocks, tokens, 1),
+                put(draw(tokens, query_width)),
+                put(draw(query_width)),
+                rig.output(4 * tokens * query_width),
+                query_width,
+                put(draw(tokens, width)),
+                put(draw(width)),
+                *raw,
+                *index_raw,
+                *(put(draw(tokens, pairs)) for _ in range(4)),
+                _states(
+                    rig,
+                    (window_rows, ring, ring, capacity),
+                    *(held(rig, ratio, ring) for _ in runs),
+                ),
+                _tokens(rig, *runs),
+                width,
+                index_width,
+                pairs,
+                ratio,
+                EPS,
+            )
+
+    return Case("compress.hip", "latents", body, KEPT[kind], {"DS4Q_KV_TYPE": kind})
 
 
-def _attend(rig: Rig, width: int, output: bool) -> list[tuple[int, ...]]:
+def _attend(rig: Rig, width: int, kind: int, output: bool) -> list[tuple[int, ...]]:
     """Run ``attend`` with a choice of entries, with all of them, and without any.
 
-    Returns (partial, step, reach, ratio, topk, chunks) of each; ``output``: partial is looked at.
+    Of two sequences. Returns (partial, tokens, reach, ratio, topk, chunks) of each; ``output``:
+    partial is looked at.
     """
-    tokens, heads, pairs, reach, capacity, first = 3, 18, 16, 36, 12, 44
+    runs, heads, pairs, reach, capacity = ((44, 3), (20, 2)), 18, 16, 36, 12
+    tokens = sum(count for _, count in runs)
     draw, put = rig.inputs.values, rig.put
     made: list[tuple[int, ...]] = []
     for ratio, topk in ((4, 8), (4, 0), (0, 0)):
         entries = topk or (capacity if ratio else 0)
         chunks = -(-(reach + entries) // 16)
-        held = {"window": put(draw(reach + tokens, width)), "entries": put(draw(capacity, width))}
+        held = [
+            {
+                "window": put(_kept(rig, kind, reach + tokens, width)),
+                "entries": put(_kept(rig, kind, capacity, width)),
+            }
+            for _ in runs
+        ]
         chosen = np.sort(np.argsort(rig.inputs.words(tokens * 11).reshape(tokens, 11))[:, :8])
         nbytes = 4 * tokens * chunks * heads * (width + 4)
         partial = rig.output(nbytes) if output else rig.room(nbytes)
-        step = _step(rig, first, tokens)
+        stand = _tokens(rig, *runs)
         rig.launch(
             (2, 2, tokens),
             put(draw(tokens, heads, width)),
-            _state(rig, held, (reach + tokens, 0, 0, capacity)),
-            step,
+            _states(rig, (reach + tokens, 0, 0, capacity), *held),
+            stand,
             put(chosen.astype(np.int32)) if topk else 0,
             put(draw(tokens, pairs)),
             put(draw(tokens, pairs)),
@@ -181,30 +223,35 @@ def _attend(rig: Rig, width: int, output: bool) -> list[tuple[int, ...]]:
             ratio,
             topk,
             chunks,
-            0,
             EPS,
             kernel="attend",
         )
-        made.append((partial, step, reach, ratio, topk, chunks))
+        made.append((partial, stand, reach, ratio, topk, chunks))
     return made
 
 
-def _attend_alone(width: int) -> Case:
-    def body(rig: Rig) -> None:
-        _attend(rig, width, output=True)
+def _attention(name: str, body: Callable[[Rig], None], width: int, kind: int) -> Case:
+    label = f"D={width} {KEPT[kind]}".rstrip()
+    defines = {"DS4Q_HEAD_DIM": width, "DS4Q_KV_TYPE": kind}
+    return Case("attention.hip", name, body, label, defines)
 
-    return Case("attention.hip", "attend", body, f"D={width}", {"DS4Q_HEAD_DIM": width})
+
+def _attend_alone(width: int, kind: int) -> Case:
+    def body(rig: Rig) -> None:
+        _attend(rig, width, kind, output=True)
+
+    return _attention("attend", body, width, kind)
 
 
 def _attend_combine(width: int) -> Case:
     def body(rig: Rig) -> None:
-        tokens, heads, pairs = 3, 18, 16
-        for partial, step, reach, ratio, topk, chunks in _attend(rig, width, output=False):
+        tokens, heads, pairs = 5, 18, 16
+        for partial, stand, reach, ratio, topk, chunks in _attend(rig, width, F32, output=False):
             rig.launch(
                 (-(-width // 128), heads, tokens),
                 partial,
                 rig.put(rig.inputs.values(heads, scale=4.0)),
-                step,
+                stand,
                 rig.put(rig.inputs.values(tokens, pairs)),
                 rig.put(rig.inputs.values(tokens, pairs)),
                 rig.output(4 * tokens * heads * width),
@@ -214,23 +261,22 @@ def _attend_combine(width: int) -> Case:
                 ratio,
                 topk,
                 chunks,
-                0,
             )
 
-    defines = {"DS4Q_HEAD_DIM": width}
-    return Case("attention.hip", "attend_combine", body, f"D={width}", defines)
+    return _attention("attend_combine", body, width, F32)
 
 
 def _index_scores(rig: Rig) -> None:
-    tokens, heads, width, pairs, ratio, topk, capacity, first = 3, 6, 32, 8, 4, 8, 40, 150
+    heads, width, pairs, ratio, topk, capacity = 6, 32, 8, 4, 8, 40
+    runs, tokens = ((150, 3), (61, 2)), 5
     draw, put = rig.inputs.values, rig.put
-    held = {"index_entries": put(draw(capacity, width))}
+    held = [{"index_entries": put(draw(capacity, width))} for _ in runs]
     rig.launch(
         (2, tokens, 1),
         put(draw(tokens, heads, width)),
         put(draw(tokens, heads)),
-        _state(rig, held, (0, 0, 0, capacity)),
-        _step(rig, first, tokens),
+        _states(rig, (0, 0, 0, capacity), *held),
+        _tokens(rig, *runs),
         put(draw(tokens, pairs)),
         put(draw(tokens, pairs)),
         rig.output(4 * tokens * capacity),
@@ -240,7 +286,6 @@ def _index_scores(rig: Rig) -> None:
         ratio,
         topk,
         capacity,
-        0,
     )
 
 
@@ -252,8 +297,8 @@ def _index_select(rig: Rig) -> None:
     scores[2] = 1 + scores[2] * np.float32(2.0**-12)  # few bits apart
     scores[3] = 0.5
     for first in (4 * 2150, 200):  # more entries than are chosen, and fewer
-        step, chosen = _step(rig, first, tokens), rig.output(4 * tokens * topk)
-        rig.launch((1, tokens, 1), rig.put(scores), step, chosen, ratio, topk, stride, 0)
+        stand, chosen = _tokens(rig, (first, tokens)), rig.output(4 * tokens * topk)
+        rig.launch((1, tokens, 1), rig.put(scores), stand, chosen, ratio, topk, stride)
 
 
 def dense_cases() -> list[Case]:
@@ -264,8 +309,9 @@ def dense_cases() -> list[Case]:
         Case("hyper.hip", "hc_sum", _hc_sum, defines=streams),
         Case("hyper.hip", "hc_collapse", _hc_collapse, defines=streams),
         Case("hyper.hip", "hc_head", _hc_head, defines=streams),
-        Case("compress.hip", "latents", _latents),
-        *(make(width) for make in (_attend_alone, _attend_combine) for width in (64, 512)),
+        *(_latents(kind) for kind in KEPT),
+        *(_attend_alone(width, kind) for width in (64, 512) for kind in KEPT),
+        *(_attend_combine(width) for width in (64, 512)),
         Case("index.hip", "index_scores", _index_scores),
         Case("index.hip", "index_select", _index_select),
         Case("route.hip", "route", _route),

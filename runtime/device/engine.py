@@ -6,7 +6,7 @@ It knows no text. A decode step is one replayed graph; prefill launches the same
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -15,27 +15,29 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.artifact.hfq import Reader
-from ds4q.hipkern.streams import Graph
-from ds4q.runtime.backend.hip import HipBackend, Launch
+from ds4q.runtime.backend.hip import HipBackend
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.block import StepBlock
 from ds4q.runtime.device.expert_cache import ExpertCache, untraceable
 from ds4q.runtime.device.layout import Layout
 from ds4q.runtime.device.model import ModelWeights, plan_weights
-from ds4q.runtime.device.paging import BandIds, DevicePaging, Step
+from ds4q.runtime.device.paging import BandIds, DevicePaging
 from ds4q.runtime.device.program import Program
 from ds4q.runtime.device.scratch import HEAD_TOKENS, Scratch
+from ds4q.runtime.device.snapshot import DeviceSnapshot, Snapshots
 from ds4q.runtime.device.staging import Staging
 from ds4q.runtime.device.state import Caches, DeviceState
+from ds4q.runtime.device.steps import Part, Steps, block_sizes
 from ds4q.runtime.device.weights import DeviceSource
 from ds4q.runtime.engine import (
     BATCH_TOKENS,
+    check_parts,
     checked_config,
     checked_context,
     checked_ids,
     shortened,
 )
-from ds4q.runtime.errors import CacheError
+from ds4q.runtime.errors import CacheError, RunError
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.laps import Laps
@@ -66,6 +68,7 @@ class HipEngine:
 
     Attributes
     ----------
+    batch_tokens : as given
     notes : what a user should hear, one line each; may grow
     load_s : seconds that loading took, by what they went into
 
@@ -92,16 +95,15 @@ class HipEngine:
         self.metadata: Mapping[str, Any] = reader.metadata
         self.max_context = checked_context(config, max_context, batch_tokens)
         self._backend = backend
-        self._batch_tokens = batch_tokens
+        self.batch_tokens = batch_tokens
         self._replay = replay
-        self._graph: Graph | None = None
-        self._segments: list[Graph] = []
         self._paging: DevicePaging | None = None
         self._cache: ExpertCache | None = None
         self._sequences = count()
         self.notes: list[str] = []
         self.load_s: dict[str, float] = {}
         self._caches = Caches(config, batch_tokens, self.max_context, sized=max_context is not None)
+        self._snapshots = Snapshots(backend, self._caches)
         try:
             self._load(reader, progress, cache)
         except BaseException:
@@ -184,8 +186,8 @@ class HipEngine:
         tokens = self._checked(state, ids)
         out = np.empty((len(tokens) if logits == "all" else 1, self.vocab_size), np.float32)
         phase = _phase(state, tokens)
-        for start in range(0, len(tokens), self._batch_tokens):
-            batch = tokens[start : start + self._batch_tokens]
+        for start in range(0, len(tokens), self.batch_tokens):
+            batch = tokens[start : start + self.batch_tokens]
             if logits == "all":
                 self._step(state, batch, phase, trace, out[start : start + len(batch)])
             else:
@@ -200,9 +202,10 @@ class HipEngine:
         """
         tokens = self._checked(state, ids)
         phase = _phase(state, tokens)
-        for start in range(0, len(tokens), self._batch_tokens):
-            batch = tokens[start : start + self._batch_tokens]
-            self._advance(state, batch, phase, head=start + len(batch) == len(tokens))
+        for start in range(0, len(tokens), self.batch_tokens):
+            batch = tokens[start : start + self.batch_tokens]
+            if not self._advance(state, batch, phase) and start + len(batch) == len(tokens):
+                self._steps.queue_head(len(batch) - 1, 1)
         self._backend.stream.download(self._found, self._scratch.id.address)
         self._finish()
         found = int.from_bytes(self._found.array.tobytes(), "little", signed=True)
@@ -211,6 +214,69 @@ class HipEngine:
             self._download(logits)
             check_finite(logits[0])
         return found
+
+    def forward_many(
+        self, parts: Sequence[tuple[DeviceState, Sequence[int] | npt.NDArray[np.integer[Any]]]]
+    ) -> F32:
+        """Append ids to several sequences, all of them through the layers together.
+
+        Each sequence gets the bits of ``forward`` alone. A call that fails moves none of them.
+
+        Parameters
+        ----------
+        parts : sequences, each once, and the 1-D ids that it gets; ``batch_tokens`` ids in all at
+            most
+
+        Returns
+        -------
+        f32 [N, vocab], the logits of each part's last id
+
+        Raises
+        ------
+        TokenError, ContextError : as ``forward``
+        SequenceError, RunError : no parts, a sequence twice, or too many ids for one step
+        """
+        batch = [(state, self._checked(state, ids)) for state, ids in parts]
+        check_parts([state for state, _ in batch])
+        tokens = sum(len(ids) for _, ids in batch)
+        if tokens > self.batch_tokens:
+            raise RunError(
+                "too many tokens for one step",
+                expected=f"at most {self.batch_tokens}",
+                found=tokens,
+            )
+        decode = all(_phase(state, ids) == "decode" for state, ids in batch)
+        queued = self._queue(batch, "decode" if decode else "prefill", None)
+        out = np.empty((len(batch), self.vocab_size), np.float32)
+        lasts = (np.cumsum([len(ids) for _, ids in batch]) - 1).tolist()
+        for part in [slice(len(batch))] if queued else _heads(lasts):
+            if not queued:
+                self._steps.queue_head(lasts[part][0], len(lasts[part]))
+            self._download(out[part])
+        for state, ids in batch:
+            state.position += len(ids)
+        return out
+
+    def snapshot(self, state: DeviceState) -> DeviceSnapshot:
+        """A copy of the sequence in host memory, of no more than later steps can read."""
+        state.check_of(self._backend)
+        return self._snapshots.take(state)
+
+    def restore(self, snapshot: DeviceSnapshot) -> DeviceState:
+        """A new sequence that goes on from ``snapshot``, with the bits of one that never stopped.
+
+        Raises
+        ------
+        SequenceError : the snapshot is another engine's
+        DeviceMemoryError : there is no room for another sequence
+        """
+        state = self.new_state()
+        try:
+            self._snapshots.put(snapshot, state)
+        except BaseException:
+            state.close()
+            raise
+        return state
 
     def close(self) -> None:
         """End all reading, and free everything on the device, sequences too."""
@@ -242,12 +308,14 @@ class HipEngine:
         laps = Laps()
         source, work, weights, experts = self._planned(reader, cache)
         frequencies = _frequencies(config)
-        self._decode_block = StepBlock(device, work, config, frequencies, 1)
-        self._batch_block = StepBlock(device, work, config, frequencies, self._batch_tokens)
-        self._program = Program(config, weights, source, self._scratch, self.max_context)
+        blocks = [
+            StepBlock(device, work, config, frequencies, size)
+            for size in block_sizes(self.batch_tokens)
+        ]
+        program = Program(config, weights, source, self._scratch)
         band_ids = None
         if experts is not None:
-            band_ids = BandIds(work, source, config, self._batch_tokens)
+            band_ids = BandIds(work, source, config, self.batch_tokens)
         self._found = device.pinned(4)
         self._logits = device.pinned(4 * self.vocab_size * HEAD_TOKENS)
         layouts = [*source.layouts, *([] if experts is None else experts.pools.layouts), work]
@@ -257,7 +325,7 @@ class HipEngine:
         for layout in layouts:
             layout.allocate(device)
         laps.lap("pools")
-        self._backend.prepare(self._decode())
+        self._backend.prepare([*program.body(blocks[0], 1, self.max_context), *program.head(0, 1)])
         laps.lap("first_kernel")
         self._staging: Staging | None = source.fill(device, self._backend.copies, progress)
         reader.check_unchanged()
@@ -265,10 +333,16 @@ class HipEngine:
         self._await_weights()
         laps.lap("dense")
         if experts is not None and band_ids is not None:
-            self._paging = experts.open(
-                self._backend, source, self._program, self._scratch, band_ids
-            )
+            self._paging = experts.open(self._backend, source, program, self._scratch, band_ids)
             laps.lap("pools")
+        self._steps = Steps(
+            self._backend,
+            program,
+            blocks,
+            context=self.max_context,
+            replay=self._replay,
+            paging=self._paging,
+        )
         self.load_s = laps.seconds
 
     def _planned(
@@ -276,7 +350,7 @@ class HipEngine:
     ) -> tuple[DeviceSource, Layout, ModelWeights, ExpertCache | None]:
         """Places of all that is read and computed; the cache of experts, unless all of them fit."""
         config, source, work = self.config, DeviceSource(reader), Layout()
-        self._scratch = Scratch(work, config, self._batch_tokens, self.max_context)
+        self._scratch = Scratch(work, config, self.batch_tokens, self.max_context)
         if cache is not None:
             _refuse(cache)
         if cache is None or not (cache.paged or cache.cold):
@@ -300,112 +374,31 @@ class HipEngine:
         """Let the first step wait for the last copies: they go through another stream."""
         self._backend.stream.wait(self._copied)
 
-    def _decode(self, *, traced: bool = False) -> list[Launch]:
-        return self._program.decode(self._decode_block, traced=traced)
-
     # ---- steps -----------------------------------------------------------------------------------
 
     def _step(
         self, state: DeviceState, ids: I64, phase: Phase, trace: Trace | None, out: F32
     ) -> None:
         """One batch; logits of its last ``len(out)`` tokens to ``out``."""
-        self._advance(state, ids, phase, head=len(out) == 1, trace=trace)
-        if len(out) == 1:
-            self._download(out)
-            return
+        queued = self._advance(state, ids, phase, trace)
         for start in range(0, len(out), HEAD_TOKENS):
             part = out[start : start + HEAD_TOKENS]
-            self._run(self._program.head(start, len(part), traced=trace is not None), trace)
+            if not queued:
+                self._steps.queue_head(len(ids) - len(out) + start, len(part), trace)
             self._download(part)
 
     def _advance(
-        self,
-        state: DeviceState,
-        ids: I64,
-        phase: Phase,
-        *,
-        head: bool,
-        trace: Trace | None = None,
-    ) -> None:
-        """Queue one batch through all layers; with ``head`` also the last one's logits and id."""
-        backend, first, tokens = self._backend, state.position, len(ids)
-        state.reserve(first + tokens)
-        block = self._decode_block if tokens == 1 else self._batch_block
-        block.send(backend.stream, first, ids, state.table)
-        replay = tokens == 1 and trace is None and self._replay
-        if self._paging is not None:
-            step = Step(ids, phase, state.number, first)
-            self._paging.begin(step)
-            self._page(self._paging, step, block, head=head, trace=trace)
-        elif replay:
-            if self._graph is None:
-                self._graph = backend.capture(self._decode())
-            self._graph.launch(backend.stream)
-        elif tokens == 1:
-            self._run(self._decode(traced=trace is not None), trace)
-        else:
-            traced = trace is not None
-            self._run(self._program.body(block, tokens, first + tokens, traced=traced), trace)
-            if head:
-                self._run(self._end(tokens, traced=traced), trace)
-        state.position += tokens
-        if tokens == 1:
-            block.foresee(first + 1, 1)
+        self, state: DeviceState, ids: I64, phase: Phase, trace: Trace | None = None
+    ) -> bool:
+        """Queue one batch of a sequence; whether its logits and the best id are queued, too."""
+        queued = self._queue([(state, ids)], phase, trace)
+        state.position += len(ids)
+        return queued
 
-    def _page(
-        self,
-        paging: DevicePaging,
-        step: Step,
-        block: StepBlock,
-        *,
-        head: bool,
-        trace: Trace | None,
-    ) -> None:
-        """Queue a batch layer by layer: what follows a router waits for its experts."""
-        program, traced, tokens = self._program, trace is not None, len(step.ids)
-        if tokens == 1 and not traced and self._replay:
-            segments = self._decode_segments()
-            for number in range(len(program.layers)):
-                segments[number].launch(self._backend.stream)
-                paging.serve(number, step)
-            segments[-1].launch(self._backend.stream)
-            return
-        for number, layer in enumerate(program.layers):
-            end = step.first + tokens
-            self._run(program.until_route(block, number, tokens, end, traced=traced), trace)
-            paging.serve(number, step)
-            if traced:
-                self._run([layer.sums(tokens)], trace)
-        if head:
-            self._run(self._end(tokens, traced=traced), trace)
-
-    def _decode_segments(self) -> list[Graph]:
-        """What a step of one token replays between its experts: to each router, and the end."""
-        if not self._segments:
-            program, block = self._program, self._decode_block
-            parts = [
-                program.until_route(block, number, 1, self.max_context)
-                for number in range(len(program.layers))
-            ]
-            self._segments = [self._backend.capture(part) for part in (*parts, self._end(1))]
-        return self._segments
-
-    def _end(self, tokens: int, *, traced: bool = False) -> list[Launch]:
-        """Logits of the last token of a step, and the id of the largest."""
-        program = self._program
-        return [*program.head(tokens - 1, 1, traced=traced), *program.argmax()]
-
-    def _run(self, launches: Iterable[Launch], trace: Trace | None) -> None:
-        """Launch directly, showing ``trace`` what it asks for after each."""
-        if trace is None:
-            self._backend.run(launches)
-            return
-        for launch in launches:
-            self._backend.run([launch])
-            for shown in launch.shows:
-                values = np.empty(shown.shape, shown.dtype)
-                self._backend.stream.download(values, shown.place.address)
-                trace(shown.name, values)
+    def _queue(self, parts: Sequence[Part], phase: Phase, trace: Trace | None) -> bool:
+        """See ``Steps.queue``. Several sequences are, to records, one of their own."""
+        number = parts[0][0].number if len(parts) == 1 else next(self._sequences)
+        return self._steps.queue(parts, phase, number, trace)
 
     def _download(self, out: F32) -> None:
         """The first logits held [T, vocab], by way of pinned memory."""
@@ -441,6 +434,16 @@ def _refuse(cache: CacheOptions) -> None:
 def _phase(state: DeviceState, ids: I64) -> Phase:
     """Of a whole call."""
     return "decode" if len(ids) == 1 and state.position > 0 else "prefill"
+
+
+def _heads(lasts: Sequence[int]) -> Iterator[slice]:
+    """Cuts ``lasts``, rows of a step, into those whose logits are formed together."""
+    start = 0
+    for end in range(1, len(lasts) + 1):
+        ends = end == len(lasts) or lasts[end] != lasts[end - 1] + 1
+        if ends or end - start == HEAD_TOKENS:
+            yield slice(start, end)
+            start = end
 
 
 def _frequencies(config: ModelConfig) -> dict[int, npt.NDArray[np.float64]]:

@@ -119,7 +119,7 @@ class LayerProgram:
                 (
                     s.query.address + rows,
                     block.layer(self._number),
-                    block.step,
+                    block.stand(at),
                     s.chosen.address + 4 * at * topk if chosen else 0,
                     turns.cos + turned,
                     turns.sin + turned,
@@ -130,7 +130,6 @@ class LayerProgram:
                     w.ratio,
                     topk,
                     chunks,
-                    at,
                     c.rms_norm_eps,
                 ),
                 {"DS4Q_HEAD_DIM": width},
@@ -142,7 +141,7 @@ class LayerProgram:
                 (
                     s.partial.address,
                     w.sink.address,
-                    block.step,
+                    block.stand(at),
                     turns.cos + turned,
                     turns.sin + turned,
                     s.attended.address + rows,
@@ -152,7 +151,6 @@ class LayerProgram:
                     w.ratio,
                     topk,
                     chunks,
-                    at,
                 ),
                 {"DS4Q_HEAD_DIM": width},
             )
@@ -261,7 +259,7 @@ class LayerProgram:
                 turns.window_cos,
                 turns.window_sin,
                 block.layer(self._number),
-                block.step,
+                block.stand(),
                 c.head_dim,
                 c.index_head_dim,
                 c.qk_rope_head_dim // 2,
@@ -287,7 +285,7 @@ class LayerProgram:
                     s.index_query.address + 4 * at * heads * width,
                     s.index_weights.address + 4 * at * heads,
                     block.layer(self._number),
-                    block.step,
+                    block.stand(at),
                     turns.cos + 4 * at * pairs,
                     turns.sin + 4 * at * pairs,
                     s.scores.address,
@@ -297,7 +295,6 @@ class LayerProgram:
                     ratio,
                     topk,
                     stride,
-                    at,
                 ),
             )
             chosen = Shown(f"l{self._number}.index_topk", s.chosen, (tokens, topk), "i4")
@@ -307,12 +304,11 @@ class LayerProgram:
                 (1, count, 1),
                 (
                     s.scores.address,
-                    block.step,
+                    block.stand(at),
                     s.chosen.address + 4 * at * topk,
                     ratio,
                     topk,
                     stride,
-                    at,
                 ),
                 shows=(chosen,) if traced and at + count == tokens else (),
             )

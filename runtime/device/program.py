@@ -24,7 +24,6 @@ class Program:
     Parameters
     ----------
     source : gets the tables that launches refer to
-    context : most tokens of a sequence
 
     Attributes
     ----------
@@ -37,12 +36,10 @@ class Program:
         weights: ModelWeights,
         source: DeviceSource,
         scratch: Scratch,
-        context: int,
     ) -> None:
         self._config = config
         self._weights = weights
         self._scratch = s = scratch
-        self._context = context
         self.layers = [
             LayerProgram(config, layer, number, source, scratch)
             for number, layer in enumerate(weights.layers)
@@ -50,14 +47,6 @@ class Program:
         self._embedding = source.table(packing.MATRIX_BYTES, weights.embedding.packed)
         d = config.hidden_size
         self._head = linear_groups(source, [Job(weights.head, s.normed, d, s.logits)], s)
-
-    def decode(self, block: StepBlock, *, traced: bool = False) -> list[Launch]:
-        """A step of one token anywhere in a sequence, its logits and the id of the largest."""
-        return [
-            *self.body(block, 1, self._context, traced=traced),
-            *self.head(0, 1, traced=traced),
-            *self.argmax(),
-        ]
 
     def body(
         self, block: StepBlock, tokens: int, end: int, *, traced: bool = False
@@ -90,7 +79,10 @@ class Program:
         yield from self.layers[number].until_route(block, tokens, end, before, traced)
 
     def head(self, first: int, tokens: int, *, traced: bool = False) -> Iterator[Launch]:
-        """Logits of ``tokens`` tokens of the step from its ``first`` on; at most HEAD_TOKENS."""
+        """Logits of ``tokens`` tokens of the step from its ``first`` on; at most HEAD_TOKENS.
+
+        Of a single one also the id of the largest.
+        """
         c, s, w = self._config, self._scratch, self._weights.around_head
         n, d, parts = c.hc_mult, c.hidden_size, c.num_experts_per_tok + 1
         streams = s.streams.address + 4 * first * n * d
@@ -139,9 +131,10 @@ class Program:
             else (),
         )
         yield from linear(self._head, tokens)
+        if tokens == 1:
+            yield from self._argmax()
 
-    def argmax(self) -> Iterator[Launch]:
-        """The id of the largest of the first logits held."""
+    def _argmax(self) -> Iterator[Launch]:
         s, vocab = self._scratch, self._config.vocab_size
         parts = min(ARGMAX_PARTS, -(-vocab // ARGMAX_IDS))
         yield Launch(

@@ -7,6 +7,7 @@ step brings along, so another sequence, or a cache that has moved, needs no othe
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -148,6 +149,31 @@ class DeviceState:
         self._entry_layout, self._entries, self._room_tokens = layout, entries, room
         self.table = self._pack()
 
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of what later steps can read, oldest rows first: from ``position`` on.
+
+        Two sequences of one engine at one position have rows of the same sizes, in one order.
+        """
+        caches, end = self._caches, self.position
+        config = caches.config
+        slots, oldest = window_rows(config, caches.batch), max(0, end + 1 - config.sliding_window)
+        for ratio, rings, entries in zip(
+            config.compress_ratios, self._rings, self._entries, strict=True
+        ):
+            yield from _ring(rings.window, slots, oldest, end)
+            if not ratio:
+                continue
+            # A window in work, and at ratio 4 the one before it.
+            first = max(0, end // ratio + 1 - overlap(ratio)) * ratio
+            raw = rings.values, rings.gates, rings.index_values, rings.index_gates
+            for place in raw:
+                if place is not None:
+                    yield from _ring(place, ring_rows(ratio, caches.batch), first, end)
+            for place in entries:
+                if place is not None and end >= ratio:
+                    row_bytes = place.nbytes // caches.rows(ratio, self._room_tokens)
+                    yield place.address, end // ratio * row_bytes
+
     def close(self) -> None:
         """Free the memory, once no step uses it any more."""
         self._closed = True
@@ -198,3 +224,13 @@ class DeviceState:
         # A sequence that is abandoned in mid-generation has no other end.
         if hasattr(self, "table"):
             self.close()
+
+
+def _ring(place: Place, slots: int, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Where the rows of positions ``first`` to ``end - 1`` lie in a ring: (address, bytes)."""
+    row_bytes, at, count = place.nbytes // slots, first % slots, end - first
+    ahead = min(count, slots - at)
+    if ahead:
+        yield place.address + at * row_bytes, ahead * row_bytes
+    if count > ahead:
+        yield place.address, (count - ahead) * row_bytes

@@ -73,13 +73,26 @@ class Rig:
 
     def state(self, **fields: int) -> int:
         """Address of a ds4q_layer_state; fields that are not given are 0."""
-        packed = struct.pack("<7Q4i", *(fields.get(name, 0) for name in STATE))
-        assert set(fields) <= set(STATE)
+        return self.states(fields)
+
+    def states(self, *each: dict[str, int]) -> int:
+        """Address of a ds4q_layer_state for each sequence, one behind the other."""
+        packed = b""
+        for fields in each:
+            assert set(fields) <= set(STATE)
+            packed += struct.pack("<7Q4i", *(fields.get(name, 0) for name in STATE))
         return self.put(np.frombuffer(packed, np.uint8), np.uint8)
 
-    def step(self, first: int, tokens: int) -> int:
-        """Address of a ds4q_step."""
-        return self.put([first, tokens, 0, 0], np.int32)
+    def tokens(self, *runs: tuple[int, int]) -> int:
+        """Address of the ds4q_token of each token of ``runs``, (first position, tokens).
+
+        Layer states of the runs follow each other.
+        """
+        rows: list[tuple[int, int, int, int]] = []
+        for number, (first, count) in enumerate(runs):
+            start = len(rows)
+            rows += [(first + t, start, number, 0) for t in range(count)]
+        return self.put(rows, np.int32)
 
 
 @contextmanager

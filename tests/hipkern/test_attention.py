@@ -95,7 +95,7 @@ def _attend(rig: Rig, case: Case, blocks: int = 3, slices: int | None = None) ->
         window_rows=len(case.window),
         capacity=len(case.entries),
     )
-    step, sink = rig.step(case.first, tokens), rig.put(case.sink)
+    sink = rig.put(case.sink)
     parts = []
     for at in range(0, tokens, slices or tokens):
         part = slice(at, at + (slices or tokens))
@@ -103,16 +103,17 @@ def _attend(rig: Rig, case: Case, blocks: int = 3, slices: int | None = None) ->
         partial = rig.room(count, chunks, heads, width + 4)
         chosen = 0 if case.chosen is None else rig.put(case.chosen[part], np.int32)
         at_cos, at_sin = rig.put(cos[part]), rig.put(sin[part])
-        shape = (case.pairs, case.reach, case.ratio, case.topk, chunks, at)
+        stand = rig.tokens((case.first + at, count))
+        shape = (case.pairs, case.reach, case.ratio, case.topk, chunks)
         rig.run(
             "attention.hip", "attend", (blocks, -(-heads // 16), count),
-            rig.put(case.q[part]), state, step, chosen, at_cos, at_sin, partial, heads, *shape,
+            rig.put(case.q[part]), state, stand, chosen, at_cos, at_sin, partial, heads, *shape,
             EPS, DS4Q_HEAD_DIM=width,
         )  # fmt: skip
         out = rig.room(count, heads, width)
         rig.run(
             "attention.hip", "attend_combine", (-(-width // 128), heads, count),
-            partial, sink, step, at_cos, at_sin, out, heads, *shape,
+            partial, sink, stand, at_cos, at_sin, out, heads, *shape,
             DS4Q_HEAD_DIM=width,
         )  # fmt: skip
         parts.append(rig.get(out, count, heads, width))

@@ -103,8 +103,7 @@ def _feed(rig: Rig, inputs: Inputs, cuts: Sequence[int], slack: int = 0) -> Left
     for tokens in cuts:
         rows = {n: rig.put(v[first : first + tokens]) for n, v in inputs.rows.items()}
         cos, sin = turns(first, tokens, PAIRS)
-        done = range(first // ratio, (first + tokens) // ratio) if ratio else range(0)
-        window_cos, window_sin = turns(done.start * ratio, max(1, len(done)), PAIRS, ratio)
+        window_cos, window_sin = turns(first + 1 - ratio, tokens, PAIRS)  # as if each completed one
         out = rig.room(tokens, QUERY)
         rig.run(
             "compress.hip", "latents", ({0: 2, 4: 4, 128: 3}[ratio], tokens, 1),
@@ -112,7 +111,7 @@ def _feed(rig: Rig, inputs: Inputs, cuts: Sequence[int], slack: int = 0) -> Left
             rows["values"], rows["gates"], weights["ape"], weights["entry_norm"],
             rows["index_values"], rows["index_gates"], weights["index_ape"], weights["index_norm"],
             rig.put(cos), rig.put(sin), rig.put(window_cos), rig.put(window_sin), state,
-            rig.step(first, tokens), width, INDEX, PAIRS, ratio, EPS,
+            rig.tokens((first, tokens)), width, INDEX, PAIRS, ratio, EPS,
         )  # fmt: skip
         queries.append(rig.get(out, tokens, QUERY))
         first += tokens

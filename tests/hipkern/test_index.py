@@ -47,8 +47,8 @@ class Case:
         return [(self.first + t + 1) // RATIO for t in range(len(self.q))]
 
 
-def _scores(rig: Rig, case: Case, blocks: int = 3, offset: int = 0, spare: int = 5) -> F32:
-    """Scores [T, stride]; the batch began ``offset`` tokens before the case."""
+def _scores(rig: Rig, case: Case, blocks: int = 3, spare: int = 5) -> F32:
+    """Scores [T, stride]."""
     tokens, heads, width = case.q.shape
     cos, sin = turns(case.first, tokens, case.pairs)
     stride = len(case.keys) + spare
@@ -56,18 +56,18 @@ def _scores(rig: Rig, case: Case, blocks: int = 3, offset: int = 0, spare: int =
     rig.run(
         "index.hip", "index_scores", (blocks, tokens, 1),
         rig.put(case.q), rig.put(case.gates), rig.state(index_entries=rig.put(case.keys)),
-        rig.step(case.first - offset, tokens), rig.put(cos), rig.put(sin), scores, heads, width,
-        case.pairs, RATIO, case.topk, stride, offset,
+        rig.tokens((case.first, tokens)), rig.put(cos), rig.put(sin), scores, heads, width,
+        case.pairs, RATIO, case.topk, stride,
     )  # fmt: skip
     return rig.get(scores, tokens, stride)
 
 
-def _select(rig: Rig, scores: F32, first: int, topk: int, offset: int = 0) -> I32:
+def _select(rig: Rig, scores: F32, first: int, topk: int) -> I32:
     tokens, stride = scores.shape
     chosen = rig.room(tokens + 1, topk)
     rig.run(
         "index.hip", "index_select", (1, tokens, 1),
-        rig.put(scores), rig.step(first - offset, tokens), chosen, RATIO, topk, stride, offset,
+        rig.put(scores), rig.tokens((first, tokens)), chosen, RATIO, topk, stride,
     )  # fmt: skip
     found = rig.get(chosen, tokens + 1, topk, dtype=np.int32)
     assert (found[tokens:] == -1).all()  # as it was filled: nothing is written past the last
@@ -129,7 +129,7 @@ def test_scores_do_not_depend_on_batch_slice_grid_or_capacity(rig: Rig) -> None:
     want = _scores(rig, case)
     seen = ~np.isnan(want)
     check_same(_scores(rig, case, blocks=1), want)
-    check_same(_scores(rig, case, blocks=20, offset=200, spare=5), want)
+    check_same(_scores(rig, case, blocks=20), want)
     check_same(_scores(rig, case, spare=40)[:, : want.shape[1]][seen], want[seen])
     for t in range(len(case.q)):
         alone = replace(
@@ -153,7 +153,6 @@ def test_the_best_are_chosen(rig: Rig, first: int, tokens: int, topk: int) -> No
     scores *= np.exp(rng.normal(size=scores.shape) * 20).astype(np.float32)  # all magnitudes
     want = _best(scores, first, topk)
     np.testing.assert_array_equal(_select(rig, scores, first, topk), want)
-    np.testing.assert_array_equal(_select(rig, scores, first, topk, offset=first), want)
 
 
 def test_ties_go_to_the_lower_index(rig: Rig) -> None:

@@ -96,8 +96,8 @@ def test_two_hundred_steps_by_replay_are_those_of_direct_dispatch(
     found, wanted = digests(replayed, 200), digests(direct, 200)
     assert len(set(wanted)) == 200
     assert found == wanted
-    assert replayed._graph is not None
-    assert direct._graph is None
+    assert replayed._steps.graphs
+    assert not direct._steps.graphs
 
 
 def test_the_environment_turns_graphs_off(
@@ -106,7 +106,7 @@ def test_the_environment_turns_graphs_off(
     monkeypatch.setenv("DS4Q_HIP_GRAPH", "0")
     engine = load(micro_path, max_context=8)
     engine.next_id(engine.new_state(), [2])
-    assert engine._graph is None
+    assert not engine._steps.graphs
 
 
 def test_sequences_take_turns_and_caches_grow_under_one_graph(

@@ -86,9 +86,9 @@ def bake_the_first_table(patch: pytest.MonkeyPatch) -> None:
     """Layers' addresses as they were when the graph was captured; what lay there stays readable."""
     send, first = StepBlock.send, dict[int, bytes]()
 
-    def stale(self: StepBlock, stream: Any, at: int, ids: Any, table: bytes) -> None:
+    def stale(self: StepBlock, stream: Any, runs: Any, ids: Any, tables: list[bytes]) -> None:
         captured = len(ids) == 1  # prefill's launches are made anew each time
-        send(self, stream, at, ids, first.setdefault(0, table) if captured else table)
+        send(self, stream, runs, ids, [first.setdefault(0, tables[0])] if captured else tables)
 
     patch.setattr(StepBlock, "send", stale)
     patch.setattr(Layout, "free", no_wait)
