@@ -214,7 +214,9 @@ def _print(document: Document, rows: Rows) -> None:
         click.echo(f"  arch_id: {number}, {ARCH_NAMES.get(number, 'of no family that is known')}")
     for key, value in document["metadata"].items():
         if isinstance(value, dict):
-            value = ", ".join(f"{k} {v}" for k, v in sorted(value.items()))
+            value = ", ".join(
+                f"{k} {' '.join(v) if isinstance(v, dict) else v}" for k, v in sorted(value.items())
+            )
         click.echo(f"  {key}: {one_line(str(value))}")
     for problem in document["problems"]:
         common.warn(problem)

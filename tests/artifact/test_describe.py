@@ -9,7 +9,7 @@ import pytest
 
 from ds4q.artifact.describe import MAX_TEXT, brief, describe, type_census
 from ds4q.artifact.hfq import Reader
-from tests.artifact.build import File, Tensor
+from tests.artifact.build import File, Tensor, sealed
 
 
 def test_a_closed_reader_still_describes(tmp_path: Path) -> None:
@@ -53,3 +53,14 @@ def test_types_are_counted_and_sorted() -> None:
 )
 def test_long_values_become_their_size(value: Any, shown: Any) -> None:
     assert brief(value) == shown
+
+
+def test_texts_of_the_prompt_encoder_are_shown_by_their_hashes(tmp_path: Path) -> None:
+    hashes = {"REASONING_EFFORT_MAX": "0" * 64}
+    texts = {"texts": {"REASONING_EFFORT_MAX": "x" * 999}, "sha256": hashes}
+    path = tmp_path / "x.hfq"
+    path.write_bytes(sealed(ours={"encoding": texts, "partial": False}))
+    with Reader(path) as reader:
+        document, _ = describe(reader)
+    own = document["metadata"]["ds4q"]
+    assert (own["encoding"], own["partial"]) == (hashes, False)

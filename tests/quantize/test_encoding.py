@@ -104,7 +104,7 @@ def test_the_published_texts_are_known_by_their_hashes() -> None:
 
 def test_another_text_is_reported_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = parse_encoding(write(tmp_path, PREVIEW))
-    assert [note.split()[0] for note in found.notes] == list(found.sha256)
+    assert [note.split()[1] for note in found.notes] == list(found.sha256)
     digests = found.sha256.values()
     assert all(digest in note for digest, note in zip(digests, found.notes, strict=True))
     monkeypatch.setattr(module, "KNOWN", found.sha256)

@@ -210,7 +210,11 @@ MALFORMED = {
     "parameter outside": f"{CALLS}{parameter('a', 'x')}{CALL}{CALL_END}{END}",
     "call in a call": f"{CALLS}{CALL}{CALL}{CALL_END}{CALL_END}{END}",
     "no name": f"{CALLS}{CALL.replace('f', '')}{CALL_END}{END}",
+    "no name, then one": f"{CALLS}{CALL.replace('f', '')}{CALL}{CALL_END}{END}",
     "no name of a parameter": block(parameter("", "x")),
+    "no name of a parameter, then one": block(
+        '<｜DSML｜parameter name="" string="true">' + parameter("a", "x")
+    ),
     "marker in a name": f"{CALLS}{CALL.replace('f', 'f｜DSML｜')}{CALL_END}{END}",
     "other attribute": f'{CALLS}<｜DSML｜invoke id="f">{CALL_END}{END}',
     "more attributes": f'{CALLS}<｜DSML｜invoke name="f" id="1">{CALL_END}{END}',
