@@ -49,6 +49,7 @@ def plan_chat(serving: Serving, request: ChatRequest, body: Mapping[str, Any]) -
     Refusal : it cannot be served
     """
     serving.check_model(request.model)
+    serving.scheduler()  # as long as there is none, nothing is worth doing
     has_tools = bool(request.tools) and request.tool_choice != "none"
     messages: Sequence[Any] = [_without_nulls(each) for each in body["messages"]]
     if has_tools:

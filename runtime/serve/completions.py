@@ -23,6 +23,7 @@ ENDPOINT = "/v1/completions"
 def plan_completion(serving: Serving, request: CompletionRequest) -> Plan:
     """What to do for a request; raises ``Refusal`` where it cannot be served."""
     serving.check_model(request.model)
+    serving.scheduler()  # as long as there is none, nothing is worth doing
     prompt = request.text_or_ids
     try:
         ids = encode_raw(serving.tokenizer, prompt) if isinstance(prompt, str) else prompt

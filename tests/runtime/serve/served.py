@@ -52,15 +52,23 @@ class Served:
     ----------
     base : its address
     http : a client of it
+    thread : in which it runs
     """
 
     def __init__(
-        self, base: str, engine: ScriptedEngine, service: Service, server: Server, key: str | None
+        self,
+        base: str,
+        engine: ScriptedEngine,
+        service: Service,
+        server: Server,
+        thread: threading.Thread,
+        key: str | None,
     ) -> None:
         self.base = base
         self.engine = engine
         self.service = service
         self.server = server
+        self.thread = thread
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=base, headers=headers, timeout=PATIENCE_S, verify=NO_TLS)
 
@@ -69,6 +77,16 @@ class Served:
         """Host and port."""
         host, _, port = self.base.removeprefix("http://").rpartition(":")
         return host, int(port)
+
+    def await_closed(self) -> None:
+        """Return once the server takes no connection any more."""
+        for _ in range(int(PATIENCE_S / 0.01)):
+            try:
+                socket.create_connection(self.address, timeout=PATIENCE_S).close()
+            except ConnectionRefusedError:
+                return
+            threading.Event().wait(0.01)
+        raise AssertionError("the server still listens")
 
     def script(self, answer: str | bytes) -> None:
         """Answer every chat with these bytes."""
@@ -155,7 +173,7 @@ def serving(
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     service.start()
     thread.start()
-    served = Served(base, engine, service, server, api_key)
+    served = Served(base, engine, service, server, thread, api_key)
     try:
         if wait:
             assert service.wait(PATIENCE_S)

@@ -100,7 +100,7 @@ def test_a_field_with_a_value_that_cannot_be_is_named(
     ["functions", "audio", "modalities", "prediction", "min_p", "top_k", "guided_json", "é\n"],
 )
 def test_a_field_that_is_not_supported_is_refused_by_name(served: Served, field: str) -> None:
-    error = error_of(served.chat(**{field: 0}), 400)
+    error = error_of(served.chat("hi", **{field: 0}), 400)
     assert error["code"] == "unsupported_field"
     assert error["param"] == field
     assert "unsupported field" in error["message"]
@@ -336,7 +336,7 @@ def test_a_body_without_a_length_is_refused_where_it_is_too_large(served: Served
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: two\r\n\r\n{}",
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",  # no Host
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nx: " + b"y" * 100_000,
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
     ],
     ids=lambda raw: raw[:60].decode("latin-1"),
 )

@@ -1,0 +1,134 @@
+"""What is checked of every request before an endpoint sees it: key, host, origin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from ds4q.runtime.serve.limits import Limits, is_loopback
+from tests.runtime.serve.served import PATIENCE_S, Served, serving
+
+KEY = "sk-a.b-c_1"
+GUARDED = ("/live", "/metrics", "/v1/models", "/v1/models/scripted", "/v1/nothing", "/nothing")
+OPEN = ("/", "/health", "/openapi.json", "/docs", "/page/page.css")
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Served]:
+    with serving(api_key=KEY) as served:
+        yield served
+
+
+def bare(served: Served, path: str, **headers: str) -> httpx.Response:
+    """A GET with these headers only."""
+    return httpx.get(served.base + path, headers=headers, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("path", GUARDED)
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer sk-a.b-c_", f"Bearer {KEY}x", f"Basic {KEY}", KEY],
+)
+def test_a_key_that_is_missing_or_wrong_is_refused(
+    keyed: Served, path: str, header: str | None
+) -> None:
+    response = bare(keyed, path, **({} if header is None else {"Authorization": header}))
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    error = response.json()["error"]
+    assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
+    assert ("wrong" in error["message"]) == (header is not None)
+
+
+def test_a_key_that_is_no_ascii_is_refused(keyed: Served) -> None:
+    response = httpx.get(
+        keyed.base + "/live", headers=[(b"authorization", b"Bearer \xff\xe9")], timeout=PATIENCE_S
+    )
+    assert response.status_code == 401
+
+
+def test_a_request_with_a_wrong_key_reaches_no_model(keyed: Served) -> None:
+    before = len(keyed.engine.forwards)
+    response = httpx.post(
+        keyed.base + "/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "hi"}]},
+        headers={"Authorization": "Bearer wrong"},
+        timeout=PATIENCE_S,
+    )
+    assert (response.status_code, len(keyed.engine.forwards)) == (401, before)
+
+
+@pytest.mark.parametrize("path", ["/live", "/metrics", "/v1/models", "/v1/models/scripted"])
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_the_key_opens(keyed: Served, path: str, scheme: str) -> None:
+    assert bare(keyed, path, Authorization=f"{scheme} {KEY}").status_code == 200
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_what_holds_nothing_secret_needs_no_key(keyed: Served, path: str) -> None:
+    assert bare(keyed, path).status_code == 200
+
+
+def test_with_a_key_any_host_is_answered(keyed: Served) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Host": "models.example", "Origin": "http://a.b"}
+    assert bare(keyed, "/v1/models", **headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil", "[", "a b"]
+)
+def test_without_a_key_another_host_is_refused(served: Served, host: str) -> None:
+    """A name that an attacker points to 127.0.0.1 makes a browser take it for the attacker's."""
+    response = bare(served, "/v1/models", Host=host)
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.2", "[::1]:8000"])
+def test_without_a_key_this_machine_is_answered(served: Served, host: str) -> None:
+    assert bare(served, "/v1/models", Host=host).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", "x"])
+def test_without_a_key_another_site_s_page_is_refused(served: Served, origin: str) -> None:
+    response = httpx.post(
+        served.base + "/v1/completions",
+        content='{"prompt": "x"}',
+        headers={"Origin": origin, "Content-Type": "text/plain"},
+        timeout=PATIENCE_S,
+    )
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "origin_not_allowed"
+
+
+def test_without_a_key_the_server_s_own_page_is_answered(served: Served) -> None:
+    assert bare(served, "/live", Origin=served.base).status_code == 200
+
+
+def test_where_everybody_may_come_any_host_is_answered() -> None:
+    with serving(limits=Limits(local_only=False)) as served:
+        assert bare(served, "/v1/models", Host="models.example").status_code == 200
+        assert bare(served, "/v1/models", Origin="http://a.b").status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("localhost", True),
+        ("a.localhost", True),
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("", False),
+        ("192.168.0.1", False),
+        ("localhost.example", False),
+        ("::ffff:10.0.0.1", False),
+    ],
+)
+def test_loopback_names_are_known(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
