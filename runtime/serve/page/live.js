@@ -67,7 +67,7 @@ export class Live {
     const share = read ? ` (${percent(facts.cached_tokens / read)} cached)` : "";
     at("read").textContent = ready ? read.toLocaleString() + share : "–";
     if (ready && facts.prefix) this.#prefix(facts.prefix);
-    this.#experts(ready ? facts.experts : undefined);
+    if (ready && this.#seen) this.#experts(facts.experts);
   }
 
   #prefix(prefix) {
@@ -80,28 +80,37 @@ export class Live {
       : "Off";
   }
 
+  // `experts` is null where the server hears of no expert, and without a map where nobody asked.
   #experts(experts) {
-    if (experts === undefined) return; // not asked for
     at("experts-none").hidden = experts !== null;
     at("experts-some").hidden = experts === null;
     if (experts === null) return;
-    this.view = experts;
-    this.map.update(experts);
-    at("axis-from").textContent = `experts 0 to ${experts.experts - 1}`;
-    at("axis-to").textContent = `layers 0 to ${experts.layers - 1}, downwards`;
+    this.#cache(experts);
+    at("experts-map").hidden = !experts.routed;
+    if (experts.routed) this.#map(experts);
+  }
+
+  #cache(experts) {
     const facts = [];
-    if (experts.hits !== undefined && experts.hits !== null) {
-      const asked = experts.hits + experts.misses;
+    if (experts.hits !== undefined) {
+      const asked = experts.hits + experts.misses + experts.compulsory;
       facts.push(["Cache hits", asked ? percent(experts.hits / asked) : "–"]);
-      facts.push(["Misses", experts.misses.toLocaleString()]);
-      if (experts.evictions !== undefined) facts.push(["Evictions", experts.evictions.toLocaleString()]);
-      if (experts.bytes !== undefined) facts.push(["Bytes read", bytes(experts.bytes)]);
+      facts.push(["Misses, first uses", `${experts.misses.toLocaleString()}, ${experts.compulsory.toLocaleString()}`]);
+      facts.push(["Evictions", experts.evictions.toLocaleString()]);
+      facts.push(["Bytes read", bytes(experts.bytes)]);
     }
     at("experts-facts").replaceChildren(...facts.map(([name, value]) => {
       const pair = document.createElement("div");
       pair.append(element("dt", "", name), element("dd", "", value));
       return pair;
     }));
+  }
+
+  #map(experts) {
+    this.view = experts;
+    this.map.update(experts);
+    at("axis-from").textContent = `experts 0 to ${experts.experts - 1}`;
+    at("axis-to").textContent = `layers 0 to ${experts.layers - 1}, downwards`;
     const held = experts.resident.flat().filter(Boolean).length;
     const most = busiest(experts.routed);
     at("map-summary").textContent = `${experts.layers} layers of ${plural(experts.experts, "expert")}: `

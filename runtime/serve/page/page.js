@@ -188,7 +188,7 @@ function changed(found) {
       document.title = `${found.model} – ds4q`;
     }
     const context = found.max_context ? `Context of ${found.max_context.toLocaleString()} tokens` : "";
-    at("about").textContent = [context, found.device && `on ${found.device}`].filter(Boolean).join(" ");
+    at("about").textContent = [context, found.device && `on ${found.device === "cpu" ? "the CPU" : found.device}`].filter(Boolean).join(" ");
     if (at("settings").hidden) fill();
     else efforts();
   }
