@@ -28,8 +28,8 @@ _NONE: Defines = {}
 DECODERS = (1, 2, 3, 16, 19, 21, 100, 101, 102, 103, 104, 106, 358, 363)
 """Ways to decode a block, by tensor type; 358 and 363 are second readings of 102 and 107."""
 
-KV_TYPES = (0, 1, 2)
-"""How window rows and compressed entries are kept: f32, f16, bf16."""
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 2}
+"""DS4Q_KV_TYPE: how window rows and compressed entries are kept."""
 
 EXPERTS = (
     *((d, d, 16) for d in DECODERS),
@@ -53,7 +53,7 @@ def builds(folder: Path = FOLDER) -> list[tuple[str, Defines]]:
         if "DS4Q_DECODER" in text:
             found += [(path.name, {"DS4Q_DECODER": decoder}) for decoder in DECODERS]
         elif "DS4Q_KV_TYPE" in text:
-            found += [(path.name, {"DS4Q_KV_TYPE": kind}) for kind in KV_TYPES]
+            found += [(path.name, {"DS4Q_KV_TYPE": kind}) for kind in KV_TYPES.values()]
         elif "DS4Q_GATE" in text:
             names = ("DS4Q_GATE", "DS4Q_DOWN", "DS4Q_SHARED_EXPERT")
             found += [(path.name, dict(zip(names, trio, strict=True))) for trio in EXPERTS]

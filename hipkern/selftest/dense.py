@@ -17,7 +17,7 @@ from ds4q.hipkern.selftest.rig import Array, Case, Rig
 
 EPS = 1e-6
 STREAMS = 4
-F32, F16, BF16 = KV_TYPES
+F32, F16, BF16 = KV_TYPES.values()
 KEPT = {F32: "", F16: "F16", BF16: "BF16"}
 
 

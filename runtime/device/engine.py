@@ -35,11 +35,14 @@ from ds4q.runtime.engine import (
     checked_config,
     checked_context,
     checked_ids,
+    checked_kv_type,
     shortened,
 )
 from ds4q.runtime.errors import CacheError, RunError
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.store import Phase
+from ds4q.runtime.experts.view import ExpertsView
+from ds4q.runtime.kvtype import KvType
 from ds4q.runtime.laps import Laps
 from ds4q.runtime.model.parts import Trace
 from ds4q.runtime.model.rope import layer_frequencies
@@ -65,6 +68,7 @@ class HipEngine:
     progress : called with (bytes read, bytes in all)
     cache : how routed experts are kept; None: all of them on the device
     layers : run the first so many only, then the head; None: all
+    kv_type : how window rows and compressed entries are kept; all else is float32
 
     Attributes
     ----------
@@ -90,6 +94,7 @@ class HipEngine:
         progress: Progress | None = None,
         cache: CacheOptions | None = None,
         layers: int | None = None,
+        kv_type: KvType = "f32",
     ) -> None:
         self.config = config = shortened(checked_config(reader), layers)
         self.metadata: Mapping[str, Any] = reader.metadata
@@ -102,7 +107,10 @@ class HipEngine:
         self._sequences = count()
         self.notes: list[str] = []
         self.load_s: dict[str, float] = {}
-        self._caches = Caches(config, batch_tokens, self.max_context, sized=max_context is not None)
+        self._kv_type = checked_kv_type(kv_type)
+        self._caches = Caches(
+            config, batch_tokens, self.max_context, max_context is not None, self._kv_type
+        )
         self._snapshots = Snapshots(backend, self._caches)
         try:
             self._load(reader, progress, cache)
@@ -122,6 +130,7 @@ class HipEngine:
         cache: CacheOptions | None = None,
         layers: int | None = None,
         spread: Spread | None = None,
+        kv_type: KvType = "f32",
     ) -> Self:
         """Open the device that is found, and load an artifact onto it.
 
@@ -143,6 +152,7 @@ class HipEngine:
                     progress=progress,
                     cache=cache,
                     layers=layers,
+                    kv_type=kv_type,
                 )
             except BaseException:
                 backend.close()
@@ -289,6 +299,10 @@ class HipEngine:
         """What the cache of routed experts counts; None where all are on the device."""
         return None if self._paging is None else self._paging.counters()
 
+    def experts_view(self) -> ExpertsView | None:
+        """What to tell of routed experts; None where all are on the device, which tells nothing."""
+        return None if self._paging is None else self._paging.view()
+
     def __enter__(self) -> Self:
         return self
 
@@ -312,7 +326,7 @@ class HipEngine:
             StepBlock(device, work, config, frequencies, size)
             for size in block_sizes(self.batch_tokens)
         ]
-        program = Program(config, weights, source, self._scratch)
+        program = Program(config, weights, source, self._scratch, self._kv_type)
         band_ids = None
         if experts is not None:
             band_ids = BandIds(work, source, config, self.batch_tokens)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from ds4q.hipkern import matrix as packing
+from ds4q.hipkern.kernels import KV_TYPES
 from ds4q.runtime.backend.hip import Launch, Shown
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.block import StepBlock
@@ -20,6 +21,7 @@ from ds4q.runtime.device.linear import Job, Rotation, linear, linear_groups
 from ds4q.runtime.device.model import HyperWeights, LayerWeights
 from ds4q.runtime.device.scratch import KEYS, Scratch, chunks_of
 from ds4q.runtime.device.weights import DeviceSource, Matrix
+from ds4q.runtime.kvtype import KvType
 
 SCORE_BLOCKS = 128  # at most: blocks stride over chunks of keys
 ATTEND_BLOCKS = 40  # as many as there are chunks in a full Flash layer of ratio 4
@@ -35,10 +37,12 @@ class LayerProgram:
         number: int,
         source: DeviceSource,
         scratch: Scratch,
+        kv_type: KvType,
     ) -> None:
         self._config = c = config
         self._weights = w = weights
         self._number = number
+        self._kept = {"DS4Q_KV_TYPE": KV_TYPES[kv_type]}
         self._scratch = s = scratch
         d, low = c.hidden_size, c.q_lora_rank
         first = [Job(w.query_low, s.normed, d, s.query_low), Job(w.kv, s.normed, d, s.kv)]
@@ -132,7 +136,7 @@ class LayerProgram:
                     chunks,
                     c.rms_norm_eps,
                 ),
-                {"DS4Q_HEAD_DIM": width},
+                self._kept | {"DS4Q_HEAD_DIM": width},
             )
             yield Launch(
                 "attention.hip",
@@ -152,7 +156,7 @@ class LayerProgram:
                     topk,
                     chunks,
                 ),
-                {"DS4Q_HEAD_DIM": width},
+                self._kept | {"DS4Q_HEAD_DIM": width},
             )
         yield from linear(self._out_low, tokens)
         out = Shown(f"l{self._number}.attn_out", s.y, (tokens, c.hidden_size))
@@ -266,6 +270,7 @@ class LayerProgram:
                 w.ratio,
                 c.rms_norm_eps,
             ),
+            self._kept,
         )
 
     def _choose(self, block: StepBlock, tokens: int, end: int, traced: bool) -> Iterator[Launch]:

@@ -33,6 +33,7 @@ from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.predict import Prefetcher
 from ds4q.runtime.experts.store import Phase
+from ds4q.runtime.experts.view import Choices, ExpertsView
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -130,6 +131,7 @@ class DevicePaging:
         self._sent: Point | None = None
         self._dispatches = 0
         self._owns_all = len(ownership.owned) == ids.experts
+        self._choices = Choices(len(layers), ids.experts)
         self._made: dict[tuple[int, int, int, bool], list[Launch]] = {}
         self._readbacks = 0
         self._io_s: dict[Phase, float] = {"prefill": 0.0, "decode": 0.0}
@@ -164,6 +166,11 @@ class DevicePaging:
                     place = self._ids.place
                 self._backend.run(self._launches(layer, place, len(ids), shared=False))
                 lease.release(self._clock.mark())
+        self._choices.add(layer, chosen)
+
+    def view(self) -> ExpertsView:
+        """How often each expert was chosen, and which are resident now; from any thread."""
+        return self._choices.view(self._pager.resident())
 
     def counters(self) -> dict[str, Any]:
         """Those of the pager, and of the transport as ``reads``.

@@ -16,6 +16,7 @@ from ds4q.runtime.device.linear import Job, linear, linear_groups
 from ds4q.runtime.device.model import ModelWeights
 from ds4q.runtime.device.scratch import ARGMAX_IDS, ARGMAX_PARTS, Scratch
 from ds4q.runtime.device.weights import DeviceSource
+from ds4q.runtime.kvtype import KvType
 
 
 class Program:
@@ -24,6 +25,7 @@ class Program:
     Parameters
     ----------
     source : gets the tables that launches refer to
+    kv_type : how sequences keep window rows and entries
 
     Attributes
     ----------
@@ -36,12 +38,13 @@ class Program:
         weights: ModelWeights,
         source: DeviceSource,
         scratch: Scratch,
+        kv_type: KvType,
     ) -> None:
         self._config = config
         self._weights = weights
         self._scratch = s = scratch
         self.layers = [
-            LayerProgram(config, layer, number, source, scratch)
+            LayerProgram(config, layer, number, source, scratch, kv_type)
             for number, layer in enumerate(weights.layers)
         ]
         self._embedding = source.table(packing.MATRIX_BYTES, weights.embedding.packed)

@@ -17,6 +17,7 @@ from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.layout import Layout, Place
 from ds4q.runtime.errors import SequenceError
 from ds4q.runtime.kv import overlap, ring_rows, window_rows
+from ds4q.runtime.kvtype import STORED, KvType
 
 LAYER_STATE = struct.Struct("<7Q4i")  # ds4q_layer_state
 FIRST_TOKENS = 4096  # room of a sequence whose length nobody has said
@@ -40,10 +41,19 @@ class Caches:
     ----------
     limit_tokens : most tokens of a sequence
     sized : whether a sequence gets that room at once; else it grows
+    kv_type : how window rows and entries are kept; raw rows and the indexer's stay f32
     """
 
-    def __init__(self, config: ModelConfig, batch: int, limit_tokens: int, sized: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        limit_tokens: int,
+        sized: bool,
+        kv_type: KvType = "f32",
+    ) -> None:
         self.config = config
+        self._row_bytes = STORED[kv_type].itemsize * config.head_dim
         self.batch = batch
         self.limit_tokens = limit_tokens
         self.first_tokens = limit_tokens if sized else min(limit_tokens, FIRST_TOKENS)
@@ -57,7 +67,7 @@ class Caches:
         """Places of what does not grow."""
         c, layout, found = self.config, Layout(), []
         for ratio in c.compress_ratios:
-            window = layout.floats(window_rows(c, self.batch), c.head_dim)
+            window = layout.reserve(window_rows(c, self.batch) * self._row_bytes)
             raw: list[Place | None] = [None] * 4
             widths = {0: (), 4: (c.head_dim, c.index_head_dim)}.get(ratio, (c.head_dim,))
             for i, width in enumerate(widths):
@@ -73,7 +83,7 @@ class Caches:
         found: list[tuple[Place | None, Place | None]] = []
         for ratio in c.compress_ratios:
             rows = self.rows(ratio, tokens)
-            own = layout.floats(rows, c.head_dim) if ratio else None
+            own = layout.reserve(rows * self._row_bytes) if ratio else None
             index = layout.floats(rows, c.index_head_dim) if ratio == 4 else None
             found.append((own, index))
         return layout, found

@@ -15,6 +15,7 @@ import pytest
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.kernels import Kernels
 from ds4q.hipkern.source import FOLDER
+from ds4q.runtime.kvtype import STORED, KvType, narrow
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -45,6 +46,10 @@ class Rig:
             self._stream.upload(buffer.address, data)
         self._stream.synchronize()
         return buffer.address
+
+    def keep(self, rows: F32, kind: KvType) -> int:
+        """Address of ``rows`` as a sequence of KV type ``kind`` keeps them."""
+        return self.put(narrow(rows, STORED[kind]), STORED[kind])
 
     def room(self, *shape: int) -> int:
         """Address of memory for f32 ``shape``, each byte 0xFF: NaN."""

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ds4q.hipkern.kernels import KV_TYPES
+from ds4q.runtime.kvtype import STORED, KvType, narrow, widen
 from ds4q.runtime.model import attention
 from tests.hipkern.dense import F32, F64, Rig, U, check_same, check_within, open_rig, turns
 
@@ -84,14 +86,16 @@ class Case:
         return np.concatenate([self.window[seen], self.entries[picked]])
 
 
-def _attend(rig: Rig, case: Case, blocks: int = 3, slices: int | None = None) -> F32:
-    """Output [T, H, D], ``slices`` tokens a launch."""
+def _attend(
+    rig: Rig, case: Case, blocks: int = 3, slices: int | None = None, kind: KvType = "f32"
+) -> F32:
+    """Output [T, H, D], ``slices`` tokens a launch, of keys that are kept as ``kind``."""
     tokens, heads, width = case.q.shape
     cos, sin = turns(case.first, tokens, case.pairs)
     chunks = -(-(case.reach + int(case.counts().max())) // KEYS)
     state = rig.state(
-        window=rig.put(case.window),
-        entries=rig.put(case.entries),
+        window=rig.keep(case.window, kind),
+        entries=rig.keep(case.entries, kind),
         window_rows=len(case.window),
         capacity=len(case.entries),
     )
@@ -108,13 +112,13 @@ def _attend(rig: Rig, case: Case, blocks: int = 3, slices: int | None = None) ->
         rig.run(
             "attention.hip", "attend", (blocks, -(-heads // 16), count),
             rig.put(case.q[part]), state, stand, chosen, at_cos, at_sin, partial, heads, *shape,
-            EPS, DS4Q_HEAD_DIM=width,
+            EPS, DS4Q_HEAD_DIM=width, DS4Q_KV_TYPE=KV_TYPES[kind],
         )  # fmt: skip
         out = rig.room(count, heads, width)
         rig.run(
             "attention.hip", "attend_combine", (-(-width // 128), heads, count),
             partial, sink, stand, at_cos, at_sin, out, heads, *shape,
-            DS4Q_HEAD_DIM=width,
+            DS4Q_HEAD_DIM=width, DS4Q_KV_TYPE=KV_TYPES[kind],
         )  # fmt: skip
         parts.append(rig.get(out, count, heads, width))
     return np.concatenate(parts)
@@ -209,6 +213,59 @@ def test_no_bit_depends_on_batch_slices_or_grid(rig: Rig, name: str) -> None:
         chosen = None if case.chosen is None else case.chosen[t : t + 1]
         alone = replace(case, first=case.first + t, q=case.q[t : t + 1], chosen=chosen)
         check_same(_attend(rig, alone), want[t : t + 1])
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("name", ["ratio 4, chosen entries", "ratio 128, boundaries", "Flash"])
+def test_keys_are_widened_exactly(rig: Rig, name: str, kind: KvType) -> None:
+    case = CASES[name]
+
+    def rounded(rows: F32) -> F32:
+        return widen(narrow(rows, STORED[kind]))
+
+    seen = replace(case, window=rounded(case.window), entries=rounded(case.entries))
+    found = _attend(rig, case, kind=kind)
+    check_same(found, _attend(rig, seen))
+    assert (found != _attend(rig, case)).any()
+
+
+def test_a_token_sees_its_own_sequence(rig: Rig) -> None:
+    """Two sequences in one launch, which give what each gives alone."""
+    one, other = CASES["ratio 4, chosen entries"], Case.of(70, 3, 4, topk=24)
+    cases, width, heads = (one, other), one.q.shape[2], one.q.shape[1]
+    assert one.chosen is not None
+    assert other.chosen is not None
+    tokens = sum(len(case.q) for case in cases)
+    cos, sin = (
+        rig.put(np.concatenate(each))
+        for each in zip(*(turns(c.first, len(c.q), c.pairs) for c in cases), strict=True)
+    )
+    chunks = -(-(one.reach + one.topk) // KEYS)
+    states = rig.states(
+        *(
+            {
+                "window": rig.put(case.window),
+                "entries": rig.put(case.entries),
+                "window_rows": len(case.window),
+            }
+            for case in cases
+        )
+    )
+    stand = rig.tokens(*((case.first, len(case.q)) for case in cases))
+    partial, out = rig.room(tokens, chunks, heads, width + 4), rig.room(tokens, heads, width)
+    shape = (one.pairs, one.reach, one.ratio, one.topk, chunks)
+    rig.run(
+        "attention.hip", "attend", (2, 1, tokens), rig.put(np.concatenate([one.q, other.q])),
+        states, stand, rig.put(np.concatenate([one.chosen, other.chosen]), np.int32), cos, sin,
+        partial, heads, *shape, EPS, DS4Q_HEAD_DIM=width, DS4Q_KV_TYPE=0,
+    )  # fmt: skip
+    rig.run(
+        "attention.hip", "attend_combine", (1, heads, tokens), partial, rig.put(one.sink), stand,
+        cos, sin, out, heads, *shape, DS4Q_HEAD_DIM=width, DS4Q_KV_TYPE=0,
+    )  # fmt: skip
+    found = rig.get(out, tokens, heads, width)
+    check_same(found[: len(one.q)], _attend(rig, one))
+    check_same(found[len(one.q) :], _attend(rig, replace(other, sink=one.sink)))
 
 
 def test_no_bit_depends_on_capacities(rig: Rig) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from ds4q.hipkern.kernels import KV_TYPES
+from ds4q.runtime.kvtype import STORED, KvType, narrow, widen
 from ds4q.runtime.model import attention, compressor
 from ds4q.runtime.model.norm import rms_norm_reference
 from tests.hipkern.dense import F32, F64, Rig, U, check_same, check_within, open_rig, turns
@@ -76,8 +78,13 @@ class Left:
     index_entries: F32
 
 
-def _feed(rig: Rig, inputs: Inputs, cuts: Sequence[int], slack: int = 0) -> Left:
-    """Feed all tokens in pieces of ``cuts``; rings are as long as they must be, and ``slack``."""
+def _feed(
+    rig: Rig, inputs: Inputs, cuts: Sequence[int], slack: int = 0, kind: KvType = "f32"
+) -> Left:
+    """Feed all tokens in pieces of ``cuts``; rings are as long as they must be, and ``slack``.
+
+    Window rows and entries are kept as ``kind``, and given back widened.
+    """
     ratio, batch, width = inputs.ratio, max(cuts), inputs.width
     ring = (2 if ratio == 4 else 1) * ratio + batch + slack
     count = inputs.tokens // ratio if ratio else 0
@@ -112,6 +119,7 @@ def _feed(rig: Rig, inputs: Inputs, cuts: Sequence[int], slack: int = 0) -> Left
             rows["index_values"], rows["index_gates"], weights["index_ape"], weights["index_norm"],
             rig.put(cos), rig.put(sin), rig.put(window_cos), rig.put(window_sin), state,
             rig.tokens((first, tokens)), width, INDEX, PAIRS, ratio, EPS,
+            DS4Q_KV_TYPE=KV_TYPES[kind],
         )  # fmt: skip
         queries.append(rig.get(out, tokens, QUERY))
         first += tokens
@@ -119,8 +127,8 @@ def _feed(rig: Rig, inputs: Inputs, cuts: Sequence[int], slack: int = 0) -> Left
     seen = np.arange(max(0, first - REACH), first) % sizes["window"][0]
     return Left(
         np.concatenate(queries),
-        rig.get(places["window"], *sizes["window"])[seen],
-        rig.get(places["entries"], *sizes["entries"]),
+        widen(rig.get(places["window"], *sizes["window"], dtype=STORED[kind])[seen]),
+        widen(rig.get(places["entries"], *sizes["entries"], dtype=STORED[kind])),
         rig.get(places["index_entries"], *sizes["index_entries"]),
     )
 
@@ -243,3 +251,18 @@ def test_what_is_left_does_not_depend_on_cuts(
         found = _feed(rig, inputs, pieces, slack=3 * i)
         for name in ("query", "window", "entries", "index_entries"):
             check_same(getattr(found, name), getattr(want, name))
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_rows_are_rounded_once_as_they_are_kept(rig: Rig, ratio: int, kind: KvType) -> None:
+    inputs = Inputs.of(ratio, 130)
+    inputs.weights["kv_norm"][:4] = 0, 1e-6, -1e-30, 1e6  # subnormal in f16, and beyond its range
+    want, found = (_feed(rig, inputs, [126, 4], kind=each) for each in ("f32", kind))
+    for name in ("window", "entries"):
+        count = getattr(want, name).shape[0] - (name == "entries")  # one past the last, unwritten
+        rounded = widen(narrow(getattr(want, name)[:count], STORED[kind]))
+        check_same(getattr(found, name)[:count], rounded)
+    assert np.isinf(found.window).any() == (kind == "f16")
+    check_same(found.query, want.query)
+    check_same(found.index_entries, want.index_entries)  # never anything but f32

@@ -323,3 +323,36 @@ def test_a_profile_warms_the_cache(
     assert counts_of(warm)["warm"]["issued"] == LAYERS * CHOSEN
     same_bits(walk(warm), resident)
     assert counts_of(warm)["prefill"]["warm_hits"] > 0
+
+
+# ------------------------------------------------------------------ what a watcher sees
+
+
+def test_every_choice_is_counted_and_residents_are_told(load: Load, micro_path: Path) -> None:
+    engine = load(micro_path, max_context=64, batch_tokens=8, cache=CacheOptions(slots=CHOSEN + 1))
+    chosen = np.zeros((LAYERS, EXPERTS), np.int64)
+
+    def see(name: str, values: Any) -> None:
+        if name.endswith(".route_idx"):
+            chosen[int(name[1 : name.index(".")])] += np.bincount(values.ravel(), minlength=EXPERTS)
+
+    state, other = engine.new_state(), engine.new_state()
+    for ids in (PROMPT, [7], [8]):
+        engine.forward(state, ids, trace=see)
+    before = engine.experts_view()
+    assert before is not None
+    assert (before.routed == chosen).all()
+    assert before.routed.sum() == (len(PROMPT) + 2) * CHOSEN * LAYERS
+    assert before.resident.dtype == bool
+    assert (before.resident.sum(axis=1) == CHOSEN + 1).all()
+    assert not (before.resident & (before.routed == 0)).any()
+    engine.forward_many([(state, [9]), (other, [3, 4])])
+    after = engine.experts_view()
+    assert after is not None
+    assert (after.routed - before.routed).sum() == 3 * CHOSEN * LAYERS
+
+
+def test_a_device_that_holds_all_experts_tells_nothing_of_them(
+    load: Load, micro_path: Path
+) -> None:
+    assert load(micro_path, max_context=16).experts_view() is None

@@ -95,6 +95,20 @@ def test_closing_twice_and_after_the_device_does_nothing(sim: Control) -> None:
     backend.close()
 
 
+def test_a_sequence_of_16_bits_takes_less(sim: Control) -> None:
+    """By half of its window rows and entries; raw rows and the indexer's are what they were."""
+    sizes = {}
+    for kind in ("f32", "f16", "bf16"):
+        caches = Caches(MODEL, 4, 512, sized=True, kv_type=kind)
+        sizes[kind] = caches.first_bytes
+        reference = kv.state_bytes(MODEL, 4, 512, kind)
+        padding = caches.first_bytes - reference
+        assert 0 <= padding < 20 * 256  # places begin at multiples of 256 bytes
+    rows = MODEL.head_dim * (2 * kv.window_rows(MODEL, 4) + 512 // 4 + 512 // 128)
+    assert sizes["f32"] - sizes["f16"] == pytest.approx(2 * rows, abs=10 * 256)
+    assert sizes["f16"] == sizes["bf16"]
+
+
 def test_a_sequence_without_a_known_length_starts_small(micro_path: Path) -> None:
     grows, sized = (Caches(MODEL, 2, 1 << 20, sized=sized) for sized in (False, True))
     assert grows.first_bytes < sized.first_bytes / 50

@@ -18,9 +18,11 @@ from ds4q.runtime.device.engine import HipEngine
 from ds4q.runtime.device.scratch import HEAD_TOKENS
 from ds4q.runtime.device.snapshot import DeviceSnapshot
 from ds4q.runtime.device.state import DeviceState
+from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import ContextError, RunError, SequenceError, TokenError
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.trace import read_trace
+from ds4q.runtime.kvtype import KvType
 from tests.checks import check_refused, same_bits
 from tests.runtime.device.conftest import Load
 from tests.runtime.device.micro import CONFIG
@@ -199,6 +201,45 @@ def test_a_step_of_several_sequences_is_one_of_its_own_to_a_trace(
     told = [(band.sequence, band.token, len(band.ids), band.phase) for band in bands]
     joint = (2, 0, 2, "prefill")  # ``other`` begins with it
     assert told[::2] == [(0, 0, 2, "prefill"), joint, (0, 3, 1, "decode")]
+
+
+# ------------------------------------------------------------------ rows of 16 bits
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_rows_of_16_bits_follow_the_cpu_and_go_together(
+    load: Load, micro_path: Path, shared: Shared, kind: KvType
+) -> None:
+    engine = load(micro_path, max_context=40, batch_tokens=BATCH, kv_type=kind)
+    cpu = Engine.load(micro_path, threads=1, max_context=40, kv_type=kind)
+    own, theirs = engine.new_state(), cpu.new_state()
+    prompt = PROMPTS[1]
+    found = engine.forward(own, prompt, "all")
+    wanted = cpu.forward(theirs, prompt, "all")
+    # A row between two values may be rounded either way, once sums differ: few are. All are rounded
+    # by up to half a step, relative to logits of up to 8.
+    step = 2.0**-8 if kind == "bf16" else 2.0**-11
+    assert np.abs(found - wanted).max() < step
+    full = load(micro_path, max_context=40, batch_tokens=BATCH)
+    exact = full.forward(full.new_state(), prompt, "all")
+    assert 2 * step < np.abs(found - exact).max() < 20 * step
+    copy, other = engine.snapshot(own), engine.new_state()
+    assert copy.nbytes < full_bytes(full, prompt)
+    again = engine.restore(copy)
+    last = engine.forward(own, [5])
+    same_bits(engine.forward_many([(other, [7, 8]), (again, [5])])[1:], last)
+
+
+def full_bytes(engine: HipEngine, prompt: list[int]) -> int:
+    """Bytes of a copy of a sequence behind ``prompt``."""
+    state = engine.new_state()
+    engine.forward(state, prompt)
+    return engine.snapshot(state).nbytes
+
+
+def test_an_unknown_kv_type_is_refused(load: Load, micro_path: Path) -> None:
+    wrong: Any = "q8"
+    check_refused(RunError, lambda: load(micro_path, kv_type=wrong), says=["f32, f16, bf16", "q8"])
 
 
 # ------------------------------------------------------------------ copies
