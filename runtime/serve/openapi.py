@@ -23,9 +23,18 @@ def reads(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def streams(model: type[BaseModel]) -> dict[str, Any]:
-    """A second kind of content of an answer: events of ``model``."""
-    schema = {"$ref": REFERENCE.format(model=model.__name__)}
-    return {"text/event-stream": {"itemSchema": schema}}
+    """A second kind of content of an answer: events whose data is JSON of ``model``, or the end."""
+    told = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"$ref": REFERENCE.format(model=model.__name__)},
+    }
+    event = {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, told]}},
+    }
+    return {"text/event-stream": {"itemSchema": event}}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -34,9 +34,9 @@ def _whole(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Seed = Annotated[int, BeforeValidator(_whole), Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)]
-TokenId = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Seed = Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT), BeforeValidator(_whole)]
+TokenId = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Stop = Annotated[str, Field(min_length=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
@@ -212,7 +212,7 @@ class Generation(_Strict):
         ]
         | None
     ) = None
-    n: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1)] = 1
+    n: Annotated[int, Field(ge=1, le=1), BeforeValidator(_whole)] = 1
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -240,7 +240,7 @@ class ChatRequest(Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: (
-        Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_ALTERNATIVES)] | None
+        Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), BeforeValidator(_whole)] | None
     ) = None
     thinking: Thinking | None = None
     reasoning_effort: Effort | None = None
@@ -302,10 +302,10 @@ class CompletionRequest(Generation):
         Discriminator(_by_prompt),
     ]
     logprobs: (
-        Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_LEGACY_ALTERNATIVES)] | None
+        Annotated[int, Field(ge=0, le=MOST_LEGACY_ALTERNATIVES), BeforeValidator(_whole)] | None
     ) = None
     echo: Literal[False] | None = None
-    best_of: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=1)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_whole)] | None = None
 
     @property
     def text_or_ids(self) -> str | list[int]:
