@@ -142,6 +142,7 @@ def _ignore_further_stops() -> None:
     """The process is ending: a second Ctrl-C would only tear a traceback out of the clean-up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _os_error_text(error: OSError) -> str:
@@ -179,7 +180,10 @@ def _standard_streams() -> Iterator[None]:
 
 @contextmanager
 def _sigterm_as_exception() -> Iterator[None]:
-    """Raise ``Terminated`` in the main thread on SIGTERM, so that clean-up runs as on Ctrl-C."""
+    """Raise ``Terminated`` in the main thread on SIGTERM, so that clean-up runs as on Ctrl-C.
+
+    So does a terminal that hangs up, unless it is ignored: nohup lets a command outlive it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -187,11 +191,15 @@ def _sigterm_as_exception() -> Iterator[None]:
     def terminate(signum: int, frame: FrameType | None) -> NoReturn:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    stops = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        stops.append(signal.SIGHUP)
+    before = [signal.signal(stop, terminate) for stop in stops]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for stop, handler in zip(stops, before, strict=True):
+            signal.signal(stop, handler)
 
 
 @click.command(

@@ -105,13 +105,11 @@ def claim_report(path: Path, option: str, mark: bytes) -> None:
 
 def write_report(path: Path, text: str) -> None:
     """Write ``text`` to a claimed file, whole or not at all."""
-    sibling = path.with_name(path.name + ".tmp")
+    from ds4q.registry.sources import write_whole
+
     try:
-        sibling.write_text(text, encoding="utf-8")
-        os.replace(sibling, path)
+        write_whole(path, text, mode=0o666)
     except OSError as error:
-        with suppress(OSError):
-            sibling.unlink()
         error.filename, error.filename2 = str(path), None
         raise
 

@@ -26,6 +26,7 @@ OPTIONS = tuple(dict.fromkeys(name for owned in OWNED.values() for name in owned
 WORDS = {"texts": "--text", "policies": "--cache-policy", "adapter": "--prefetch"}
 WORDS |= {"profile": "--cache-profile"}
 FIDELITY_ANSWERS = 60
+MOST_TIMEOUT_S = 1e6  # days; a clock takes no endless time
 
 
 def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -160,7 +161,7 @@ _OPTIONS = [
     ),
     click.option(
         "--timeout",
-        type=click.FloatRange(min=0, min_open=True),
+        type=click.FloatRange(min=0, min_open=True, max=MOST_TIMEOUT_S),
         callback=_number,
         metavar="S",
         show_default="120",

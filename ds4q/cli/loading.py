@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ds4q.cli.common import progress, say, threads_option, warn
+from ds4q.cli.common import Advance, progress, say, threads_option, warn
 from ds4q.cli.experts import Devices, ExpertOptions, expert_options
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ds4q.runtime.device.engine import HipEngine
     from ds4q.runtime.engine import Engine
     from ds4q.runtime.experts.options import CacheOptions
+    from ds4q.runtime.kvtype import KvType
     from ds4q.runtime.source import Progress
     from ds4q.runtime.spread import Spread
 
 F = TypeVar("F", bound=Callable[..., Any])
-KvType = Literal["f32", "f16", "bf16"]
 
 KV_TYPES: tuple[KvType, ...] = ("f32", "f16", "bf16")
 DEFAULT_KV_TYPE: KvType = "f32"
@@ -59,11 +59,14 @@ class Loading:
     ) -> tuple[Engine | HipEngine, dict[str, str]]:
         """``load`` with progress on stderr; ``stack`` closes the model, and warns of its notes."""
         self.check()
-        with progress("loading", self.file.stat().st_size, quiet=self.quiet) as advance:
+        with ExitStack() as shown:
+            advance: Advance | None = None
             known = 0
 
             def report(done: int, total: int) -> None:
-                nonlocal known
+                nonlocal advance, known
+                if advance is None:  # a paged load reads less than the file
+                    advance = shown.enter_context(progress("loading", total, quiet=self.quiet))
                 advance(done - known)
                 known = done
 
@@ -92,7 +95,9 @@ class Loading:
         from ds4q.runtime.engine import Engine
 
         if self.cache is None:
-            return Engine.load(self.file, threads=self.threads, progress=report, **self._kept())
+            return Engine.load(
+                self.file, threads=self.threads, progress=report, kv_type=self.kv_type
+            )
         return Engine.load(
             self.file,
             threads=self.threads,
@@ -100,7 +105,7 @@ class Loading:
             progress=report,
             cache=self.cache,
             spread=self.spread,
-            **self._kept(),
+            kv_type=self.kv_type,
         )
 
     def _load_hip(self, tokens: int | None, report: Progress) -> tuple[HipEngine, dict[str, str]]:
@@ -116,16 +121,13 @@ class Loading:
             progress=report,
             cache=self.cache,
             spread=self.spread,
-            **self._kept(),
+            kv_type=self.kv_type,
         )
         facts = engine.backend.facts()
         if not self.quiet:
             say(f"device: {facts['name']} ({facts['arch']})")
         warn_of(engine.backend.device.notes)
         return engine, facts
-
-    def _kept(self) -> dict[str, Any]:
-        return {} if self.kv_type == DEFAULT_KV_TYPE else {"kv_type": self.kv_type}
 
     def _context(self, tokens: int | None) -> int | None:
         """``tokens``, or as many as the model has positions for."""
@@ -198,7 +200,7 @@ def _registered_kv_type(file: Path, *, quiet: bool) -> KvType:
         return DEFAULT_KV_TYPE
     named = "; ".join(f"{mode} by {', '.join(tags)}" for mode, tags in modes.items())
     if len(modes) == 1 and (mode := next(iter(modes))) in (*KV_TYPES, "auto"):
-        kv_type = cast(KvType, DEFAULT_KV_TYPE if mode == "auto" else mode)
+        kv_type = DEFAULT_KV_TYPE if mode == "auto" else cast("KvType", mode)
         if not quiet:
             say(f"KV type: {kv_type} (registered as {named})")
         return kv_type

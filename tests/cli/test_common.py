@@ -272,6 +272,18 @@ def test_a_report_that_cannot_be_written_is_refused_before_work(tmp_path: Path, 
         common.claim_report(tmp_path / place, "--junit", b"mark")
 
 
+def test_a_report_is_written_through_no_other_file(tmp_path: Path) -> None:
+    notes, precious = tmp_path / "report.xml.tmp", tmp_path / "precious.txt"
+    precious.write_text("precious")
+    notes.symlink_to(precious)
+    common.write_report(tmp_path / "report.xml", "report")
+    assert (tmp_path / "report.xml").read_text() == "report"
+    assert not (tmp_path / "report.xml").is_symlink()
+    assert notes.is_symlink()
+    assert precious.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_report_that_fails_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,9 +134,11 @@ def test_sigterm_handler_is_put_back() -> None:
 
 
 WAITING = """
-import sys, time
+import signal, sys, time
 import click
 from ds4q.cli import Ds4q, common
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started by
 
 @click.command()
 def wait():
@@ -150,7 +152,9 @@ group(["wait"])
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+)
 def test_signals_to_a_real_process(number: signal.Signals, status: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

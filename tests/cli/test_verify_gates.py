@@ -337,6 +337,7 @@ def watched(path: Path, patch: pytest.MonkeyPatch) -> Callable[[], int]:
         (["--min-exact", "0"], "--min-exact belongs to --gate fidelity"),
         (["--gate", "fidelity", "--against", "r", "--min-exact", "61"], "--min-exact"),
         (["--gate", "divergence", "--max-kl", "nan"], "nan is not a number"),
+        (["--gate", "load-time", "--timeout", "inf"], "inf is not in the range"),
         (["--gate", "divergence", "--max-kl", "-1"], "--max-kl"),
         (["--gate", "divergence", "--min-top1", "1.5"], "--min-top1"),
         (["--gate", "divergence", "--tokens", "0"], "--tokens"),
