@@ -46,10 +46,9 @@ from ds4q.runtime.experts.reading import (
     ExpertReader,
     Fill,
     Purpose,
-    Run,
     helpers_for,
-    runs,
 )
+from ds4q.runtime.experts.runs import Run, runs
 from ds4q.runtime.experts.slots import HostSlots
 from ds4q.runtime.experts.transform import WidthSlice
 from ds4q.runtime.experts.transport import HostTransport

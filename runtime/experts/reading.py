@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import NamedTuple, Protocol, get_args
@@ -28,11 +28,11 @@ from ds4q.runtime.errors import ExpertReadError
 from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.latencies import Latencies
+from ds4q.runtime.experts.runs import PAGE, Run, runs, staging_bytes
 from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.experts.transform import Parts
 
 U8 = npt.NDArray[np.uint8]
-PAGE = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
 READS = 4  # of a disk at a time: more were slower on every disk tried upstream (hipfire)
 FILLERS = READS + 2  # threads that fill slots: so many read while two copy what they have read
 _PROBES = 16  # pages of an expert that must all be cached for a buffered read
@@ -89,44 +89,9 @@ class Transport(Protocol):
         """Finish the reads that run, refuse those that wait, free everything."""
 
 
-class Run(NamedTuple):
-    """Tensors that lie back to back, in file order."""
-
-    offset: int
-    nbytes: int
-    entries: tuple[TensorEntry, ...]
-
-    @property
-    def aligned(self) -> tuple[int, int]:
-        """Offset and length of the enclosing range of whole pages."""
-        start = self.offset // PAGE * PAGE
-        return start, -(-(self.offset + self.nbytes - start) // PAGE) * PAGE
-
-
-def runs(record: Record) -> Iterator[Run]:
-    """The reads that an expert takes: one where it lies in one piece."""
-    entries = sorted(record.entries, key=lambda entry: entry.offset)
-    first = 0
-    for last, entry in enumerate(entries, 1):
-        end = entry.offset + entry.nbytes
-        if last == len(entries) or entries[last].offset != end:
-            start = entries[first].offset
-            yield Run(start, end - start, tuple(entries[first:last]))
-            first = last
-
-
 def helpers_for(reads: int) -> int:
     """Helpers beside so many reads: two each, as far as there are processors."""
     return min(2 * reads, len(os.sched_getaffinity(0)) - 1)
-
-
-def staging_bytes(record: Record) -> int:
-    """Length of a buffer, wherever it begins, that the expert can be staged in.
-
-    Each of at most three reads is longer than what it brings by less than two pages, and what is
-    before the buffer's first page is left free.
-    """
-    return record.nbytes + 7 * PAGE
 
 
 class ExpertReader:

@@ -22,15 +22,11 @@ import xxhash
 from ds4q.artifact.errors import ChangedError, PayloadValueError, TruncatedError
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.runtime.errors import ExpertDigestError, ExpertReadError
-from ds4q.runtime.experts import reading
 from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
-from ds4q.runtime.experts.reading import (
-    ExpertReader,
-    Parts,
-    runs,
-    staging_bytes,
-)
+from ds4q.runtime.experts.reading import ExpertReader
+from ds4q.runtime.experts.runs import PAGE, runs, staging_bytes
+from ds4q.runtime.experts.transform import Parts
 from tests.artifact.build import File, Tensor
 from tests.checks import check_refused
 
@@ -113,7 +109,7 @@ def serves_direct_reads(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return os.preadv(fd, [mmap.mmap(-1, reading.PAGE)], 0) > 0
+        return os.preadv(fd, [mmap.mmap(-1, PAGE)], 0) > 0
     except OSError:
         return False
     finally:
@@ -171,7 +167,7 @@ def test_a_buffer_for_staging_is_long_enough(artifact: Path) -> None:
     with Reader(artifact) as reader:
         for record in records(reader):
             pages = sum(run.aligned[1] for run in runs(record))
-            assert pages + reading.PAGE - 1 <= staging_bytes(record) <= record.nbytes + 2**15
+            assert pages + PAGE - 1 <= staging_bytes(record) <= record.nbytes + 2**15
 
 
 @READS
@@ -434,9 +430,9 @@ def test_one_run_in_any_order(artifact: Path) -> None:
             assert sum(run.nbytes for run in found) == record.nbytes
             for run in found:
                 start, nbytes = run.aligned
-                assert start % reading.PAGE == nbytes % reading.PAGE == 0
-                assert start <= run.offset < start + reading.PAGE
-                assert 0 <= start + nbytes - (run.offset + run.nbytes) < reading.PAGE
+                assert start % PAGE == nbytes % PAGE == 0
+                assert start <= run.offset < start + PAGE
+                assert 0 <= start + nbytes - (run.offset + run.nbytes) < PAGE
 
 
 def test_matrices_are_read_and_compared_side_by_side(

@@ -18,7 +18,8 @@ from ds4q.artifact.hfq import Reader
 from ds4q.runtime.config import parse_config
 from ds4q.runtime.errors import ExpertReadError, TransportClosedError
 from ds4q.runtime.experts.catalogue import Catalogue, Key, Record
-from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose, runs
+from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose
+from ds4q.runtime.experts.runs import runs
 from ds4q.runtime.experts.transform import Parts
 from ds4q.runtime.experts.transport import HostTransport
 from ds4q.runtime.source import Tensors
