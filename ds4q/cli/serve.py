@@ -173,7 +173,7 @@ def command(
     )
     loading = model.loading(file, quiet=quiet)
     loading.check()
-    _log(verbose)
+    _log(quiet=quiet, verbose=verbose)
     scheduling = {
         "queue": queue,
         "concurrent": concurrent,
@@ -203,10 +203,11 @@ class _Lines(logging.Handler):
         say(self.format(record))
 
 
-def _log(verbose: bool) -> None:
-    """Errors of the server on stderr; with -v a line for each request, too."""
+def _log(*, quiet: bool, verbose: bool) -> None:
+    """What the server says on stderr: errors; with -v a line for each request, too."""
     log = logging.getLogger("ds4q.serve")
-    log.setLevel(logging.INFO if verbose else logging.ERROR)
+    usual = logging.ERROR if quiet else logging.WARNING
+    log.setLevel(logging.INFO if verbose else usual)
     log.propagate = False
     log.handlers = [_Lines()]
 
@@ -240,33 +241,31 @@ def _serve(
             remedy="quantize a checkpoint with its tokenizer.json",
         )
     encoding = model.read_encoding(loading.file, metadata)
-    about: dict[str, str] = {"kv_type": loading.kv_type}
-    service = Service(
-        lambda report: _load(loading, limits.max_context, report, about),
-        lambda engine: _scheduler(engine, scheduling),
-    )
+    loaded = _Loaded(loading, limits.max_context)
+    service = Service(loaded.load, lambda engine: _scheduler(engine, scheduling))
+    server: Server | None = None
     with listen(host, port) as socket:
         if not loading.quiet:
             say(f"{model_name}: listening on {url(socket)}")
-        service.start()  # and import what HTTP needs meanwhile
-        from ds4q.runtime.serve.app import make_app
-        from ds4q.runtime.serve.server import Server
-
-        app = make_app(
-            service,
-            model_name=model_name,
-            tokenizer=tokenizer,
-            metadata=metadata,
-            limits=limits,
-            api_key=api_key,
-            encoding=encoding,
-            about=about,
-        )
-        server = Server(app, service)
         try:
+            service.start()  # and import what HTTP needs meanwhile
+            from ds4q.runtime.serve.app import make_app
+            from ds4q.runtime.serve.server import Server
+
+            app = make_app(
+                service,
+                model_name=model_name,
+                tokenizer=tokenizer,
+                metadata=metadata,
+                limits=limits,
+                api_key=api_key,
+                encoding=encoding,
+                about=loaded.about,
+            )
+            server = Server(app, service)
             server.run(sockets=[socket])
         except KeyboardInterrupt as stop:
-            _leave(server, service, stop)
+            _leave(service, stop, forced=server is not None and server.forced)
             raise
         finally:
             service.close()
@@ -274,26 +273,38 @@ def _serve(
         raise service.error
 
 
-def _load(
-    loading: Loading, max_context: int | None, report: Progress, about: dict[str, str]
-) -> Engine | HipEngine:
-    """The model, in the thread that loads it."""
-    began = time.perf_counter()
-    with progress("loading", loading.file.stat().st_size, quiet=loading.quiet) as advance:
-        known = 0
+class _Loaded:
+    """A model that is loaded in a thread, and what is said of it.
 
-        def both(done: int, total: int) -> None:
-            nonlocal known
-            advance(done - known)
-            known = done
-            report(done, total)
+    Attributes
+    ----------
+    about : ``kv_type``, and once it is loaded ``device``, in words
+    """
 
-        engine, facts = loading.load(max_context, both)
-    about["device"] = facts.get("name", facts["kind"])
-    warn_of(engine.notes)
-    if not loading.quiet:
-        say(f"ready after {time.perf_counter() - began:.1f} s")
-    return engine
+    def __init__(self, loading: Loading, max_context: int | None) -> None:
+        self.about: dict[str, str] = {"kv_type": loading.kv_type}
+        self._loading = loading
+        self._max_context = max_context
+
+    def load(self, report: Progress) -> Engine | HipEngine:
+        """The model; ``report`` hears how far it is, as does whoever reads stderr."""
+        began = time.perf_counter()
+        loading = self._loading
+        with progress("loading", loading.file.stat().st_size, quiet=loading.quiet) as advance:
+            known = 0
+
+            def both(done: int, total: int) -> None:
+                nonlocal known
+                advance(done - known)
+                known = done
+                report(done, total)
+
+            engine, facts = loading.load(self._max_context, both)
+        self.about["device"] = facts.get("name", facts["kind"])
+        warn_of(engine.notes)
+        if not loading.quiet:
+            say(f"ready after {time.perf_counter() - began:.1f} s")
+        return engine
 
 
 def _scheduler(engine: Any, scheduling: Mapping[str, int]) -> Scheduler:
@@ -302,10 +313,14 @@ def _scheduler(engine: Any, scheduling: Mapping[str, int]) -> Scheduler:
     return Scheduler(engine, **scheduling)
 
 
-def _leave(server: Server, service: Service, stop: KeyboardInterrupt) -> None:
-    """End the process where waiting for the model's threads would be waiting for too long."""
-    loaded = service.wait(0 if server.forced else GIVE_UP_S)
-    if server.forced or not loaded:
+def _leave(service: Service, stop: KeyboardInterrupt, *, forced: bool) -> None:
+    """End the process here where the model's threads would have to be waited for too long.
+
+    That is after a second signal, and where a load that nobody wants any more does not notice it.
+    """
+    if not forced and service.scheduler is None:
+        service.drain(0)  # so that loading ends
+    if forced or not service.wait(GIVE_UP_S):
         from ds4q.cli import ending
 
         status = ending(stop)

@@ -7,6 +7,7 @@ cost the model one token more at most.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -26,6 +27,8 @@ from ds4q.runtime.serve.job import (
 )
 from ds4q.runtime.serve.refusal import Refusal, shutting_down
 from ds4q.runtime.serve.transcript import Piece, Transcript
+
+log = logging.getLogger("ds4q.serve")
 
 T = TypeVar("T")
 
@@ -156,6 +159,7 @@ class Follower:
                     yield self.transcript.end("stop")
                     return
             elif isinstance(event, Failed):
+                log.error("a request failed: %s", event.error, exc_info=event.error.__cause__)
                 raise Refusal.of(event.error)
             else:
                 if event.reason == "cancelled":

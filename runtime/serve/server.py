@@ -17,6 +17,8 @@ DRAIN_S = 30.0
 AFTER_DRAIN_S = 5.0  # that clients have to read what their cancelled requests are answered with
 KEEP_ALIVE_S = 65.0  # longer than common proxies keep an idle connection
 
+log = logging.getLogger("ds4q.serve")
+
 
 class Server(uvicorn.Server):
     """Serves until a signal: the first lets requests end, the second does not wait for them.
@@ -68,6 +70,12 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no connection any more, and let those end that there are."""
+        if self.server_state.tasks:
+            log.warning(
+                "%d requests may end, within %g s; a second signal does not wait for them",
+                len(self.server_state.tasks),
+                DRAIN_S,
+            )
         drain = threading.Thread(target=self._service.drain, args=(DRAIN_S,), daemon=True)
         drain.start()
         await super().shutdown(sockets)
