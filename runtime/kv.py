@@ -42,11 +42,10 @@ class Entries:
             self.rows = grown
         return self.rows
 
-    def put(self, number: int, rows: Rows) -> Rows:
-        """Write entries ``number`` on, next to those that are there; returns the row array."""
-        held = self.reserve(number + len(rows))
-        held[number : number + len(rows)] = rows
-        return held
+    def put(self, number: int, rows: Rows) -> None:
+        """Write entries ``number`` on, next to those that are there."""
+        end = number + len(rows)
+        self.reserve(end)[number:end] = rows
 
 
 def window_rows(config: ModelConfig, batch: int) -> int:
@@ -73,7 +72,8 @@ def _put(ring: Rows, first: int, rows: Rows) -> None:
     at = first % len(ring)
     ahead = min(len(rows), len(ring) - at)
     ring[at : at + ahead] = rows[:ahead]
-    ring[: len(rows) - ahead] = rows[ahead:]
+    if ahead < len(rows):
+        ring[: len(rows) - ahead] = rows[ahead:]
 
 
 def _kept(ring: Rows, first: int, end: int) -> Rows:

@@ -188,6 +188,8 @@ class Compressor:
                 cache.gates,
                 made[windows],
             )
-            entries = narrow(made[windows], cache.entries.rows.dtype)
-            held.append(cache.entries.put(span.first // self._ratio, entries))
+            if windows.start < windows.stop:
+                entries = narrow(made[windows], cache.entries.rows.dtype)
+                cache.entries.put(span.first // self._ratio, entries)
+            held.append(cache.entries.rows)
         return held

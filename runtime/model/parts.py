@@ -29,7 +29,7 @@ input [T, d] of all of them, and the experts that run now by id. Where they are 
 at once, it is called for one part of them after another."""
 
 # Below this many multiplications a second thread costs more than it saves.
-_SHARED_WORK = 1 << 21
+_SHARED_WORK = 1 << 22
 
 Routed = Callable[[int, I64, F32, F32], None]
 """Called before the experts of a layer are asked for: layer, ids [T, K], gate logits [T, E], and
