@@ -23,6 +23,7 @@ from ds4q.runtime.errors import (
     SamplingError,
     TokenError,
 )
+from ds4q.runtime.serve.schema import ONLY
 
 SHOWN_CHARACTERS = 80
 DRAIN_RETRY_S = 30.0
@@ -114,10 +115,15 @@ class Refusal(Exception):
             return cls(400, f"unsupported field: {param}", param=param, code="unsupported_field")
         if fault["type"] == "missing":
             return cls(400, f"{param} is missing", param=param, code="missing_field")
+        found = _shown(fault["input"])
+        if param in ONLY:
+            message = f"unsupported value of {param}: {found}; only {ONLY[param]} is served"
+            return cls(400, message, param=param, code="unsupported_value")
         message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
         if fault["type"] != "value_error":
-            message += f", not {_shown(fault['input'])}"
-        return cls(400, f"{param}: {message}" if param else message, param=param)
+            message += f", not {found}"
+        code = "unsupported_value" if fault["type"] == "literal_error" else None
+        return cls(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
 def shutting_down() -> Refusal:

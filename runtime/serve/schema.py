@@ -188,6 +188,18 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
+ONLY = {
+    "n": "1",
+    "best_of": "1",
+    "frequency_penalty": "0",
+    "presence_penalty": "0",
+    "logit_bias": "{}",
+    "parallel_tool_calls": "true",
+    "store": "false",
+    "echo": "false",
+}
+"""Fields of OpenAI's API that are taken with one value only: that of not using them."""
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 
 

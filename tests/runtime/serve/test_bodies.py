@@ -96,6 +96,25 @@ def test_a_field_with_a_value_that_cannot_be_is_named(
 
 
 @pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"n": 2}, "unsupported value of n: 2; only 1 is served"),
+        ({"logit_bias": {"5": 1}}, "unsupported value of logit_bias: an object; only {} is served"),
+        ({"tool_choice": "required"}, "tool_choice: should be 'auto' or 'none', not \"required\""),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.type: should be 'text' or 'json_object', not \"json_schema\"",
+        ),
+    ],
+)
+def test_what_is_not_done_is_told_as_such(
+    served: Served, fields: dict[str, Any], says: str
+) -> None:
+    error = error_of(served.chat("hi", **fields), 400)
+    assert (error["message"], error["code"]) == (says, "unsupported_value")
+
+
+@pytest.mark.parametrize(
     "field",
     ["functions", "audio", "modalities", "prediction", "min_p", "top_k", "guided_json", "é\n"],
 )
