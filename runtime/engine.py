@@ -112,6 +112,8 @@ class Engine:
         layers: int | None = None,
         spread: Spread | None = None,
         kv_type: KvType = "f32",
+        sequences: int = 1,
+        beside_bytes: int = 0,
     ) -> Engine:
         """Load an artifact; without ``cache`` all experts are in memory.
 
@@ -125,6 +127,8 @@ class Engine:
         layers : run only so many, then the head
         spread : what the model runs on; one CPU is all there is
         kv_type : how window rows and compressed entries are kept; all else is float32
+        sequences, beside_bytes : what a cache of experts that is sized by itself leaves room for:
+            so many sequences at once, and so many bytes of other things
 
         Raises
         ------
@@ -138,6 +142,7 @@ class Engine:
             config = shortened(checked_config(reader), layers)
             source = ArtifactSource(reader)
             laps.lap("tables")
+            state_bytes = expected_state_bytes(config, max_context, batch_tokens, kv_type)
             experts: ExpertStore
             opened = None
             if cache is None:
@@ -149,7 +154,7 @@ class Engine:
                     config,
                     source,
                     cache,
-                    state_bytes=expected_state_bytes(config, max_context, batch_tokens, kv_type),
+                    state_bytes=sequences * state_bytes + beside_bytes,
                     laps=laps,
                 )
                 stack.callback(opened.close)
