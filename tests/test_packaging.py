@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("artifact", "hipkern", "quantize", "registry", "runtime")
-SHIPPED = {".py", ".hip", ".h", ".cpp", ".json", ".html", ".css", ".js", ".j2"}
+SHIPPED = {".py", ".hip", ".h", ".cpp", ".json", ".html", ".css", ".js", ".svg", ".j2"}
 SHIPPED_NAMES = {"FORMAT.md", "py.typed"}
 BUILD_LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.nbi", "*.nbc")
 
