@@ -55,7 +55,7 @@ class Loading:
         self.spread.check(paged=self.cache is not None and self.cache.paged)
 
     def open(
-        self, stack: ExitStack, tokens: int | None
+        self, stack: ExitStack, tokens: int | None, *, beside_bytes: int = 0
     ) -> tuple[Engine | HipEngine, dict[str, str]]:
         """``load`` with progress on stderr; ``stack`` closes the model, and warns of its notes."""
         self.check()
@@ -70,7 +70,7 @@ class Loading:
                 advance(done - known)
                 known = done
 
-            engine, where = self.load(tokens, report)
+            engine, where = self.load(tokens, report, beside_bytes=beside_bytes)
         stack.enter_context(engine)
         notes = engine.notes
         warn_of(notes)
@@ -78,7 +78,7 @@ class Loading:
         return engine, where
 
     def load(
-        self, tokens: int | None, report: Progress
+        self, tokens: int | None, report: Progress, *, sequences: int = 1, beside_bytes: int = 0
     ) -> tuple[Engine | HipEngine, dict[str, str]]:
         """A loaded model, to be closed, and what it runs on.
 
@@ -86,12 +86,16 @@ class Loading:
         ----------
         tokens : the most that one sequence will hold; None: as many as the model can
         report : called with (bytes read, bytes in all)
+        sequences, beside_bytes : what an automatic cache of experts leaves room for
         """
         if self.device == "cpu":
-            return self._load_cpu(tokens, report), {"kind": "cpu"}
+            engine = self._load_cpu(tokens, report, sequences, beside_bytes)
+            return engine, {"kind": "cpu"}
         return self._load_hip(tokens, report)
 
-    def _load_cpu(self, tokens: int | None, report: Progress) -> Engine:
+    def _load_cpu(
+        self, tokens: int | None, report: Progress, sequences: int, beside_bytes: int
+    ) -> Engine:
         from ds4q.runtime.engine import Engine
 
         if self.cache is None:
@@ -106,6 +110,8 @@ class Loading:
             cache=self.cache,
             spread=self.spread,
             kv_type=self.kv_type,
+            sequences=sequences,
+            beside_bytes=beside_bytes,
         )
 
     def _load_hip(self, tokens: int | None, report: Progress) -> tuple[HipEngine, dict[str, str]]:

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ds4q.cli import main
+from ds4q.cli.chat import PREFIX_CACHE_BYTES
 from ds4q.hipkern.sim.control import Control
 from ds4q.registry.entries import local_registry_path
 from tests.registry.documents import document, entry
@@ -114,6 +115,22 @@ def test_types_reach_the_engine(tiny_artifact: Path, sim: Control, monkeypatch: 
     for device in (["--device", "cpu"], ["--device", "hip"], ["--expert-cache", "3MB"]):
         result = run(tiny_artifact, "-v", "--kv-type", "bf16", *device)
         assert "LoadedError: bf16" in result.stderr, device
+
+
+def test_a_chat_leaves_room_for_its_snapshots(tiny_artifact: Path, monkeypatch: Any) -> None:
+    from ds4q.runtime.engine import Engine
+
+    asked: dict[str, Any] = {}
+
+    def load(path: Path, **options: Any) -> None:
+        asked.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr("ds4q.cli.run.on_terminal", lambda: True)
+    CliRunner().invoke(main, ["run", str(tiny_artifact), "-q", "--expert-cache", "auto"])
+    assert asked["beside_bytes"] == PREFIX_CACHE_BYTES
+    assert asked["max_context"] is None
 
 
 @pytest.mark.parametrize("words", ["", "f64", "F16"])
