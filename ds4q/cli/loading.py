@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -59,17 +59,7 @@ class Loading:
     ) -> tuple[Engine | HipEngine, dict[str, str]]:
         """``load`` with progress on stderr; ``stack`` closes the model, and warns of its notes."""
         self.check()
-        with ExitStack() as shown:
-            advance: Advance | None = None
-            known = 0
-
-            def report(done: int, total: int) -> None:
-                nonlocal advance, known
-                if advance is None:  # a paged load reads less than the file
-                    advance = shown.enter_context(progress("loading", total, quiet=self.quiet))
-                advance(done - known)
-                known = done
-
+        with load_progress(quiet=self.quiet) as report:
             engine, where = self.load(tokens, report, beside_bytes=beside_bytes)
         stack.enter_context(engine)
         notes = engine.notes
@@ -144,6 +134,23 @@ class Loading:
             return None
         with Reader(self.file) as reader:
             return min(tokens, checked_config(reader).max_position_embeddings)
+
+
+@contextmanager
+def load_progress(*, quiet: bool) -> Iterator[Progress]:
+    """Shows on stderr how far loading is; its total is the first report's."""
+    with ExitStack() as shown:
+        advance: Advance | None = None
+        known = 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal advance, known
+            if advance is None:  # a paged load reads less than the file
+                advance = shown.enter_context(progress("loading", total, quiet=quiet))
+            advance(done - known)
+            known = done
+
+        yield report
 
 
 def warn_of(notes: Sequence[str], first: int = 0) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ds4q.artifact.errors import one_line
-from ds4q.cli.common import Size, progress, say, talk_options, warn
-from ds4q.cli.loading import ModelOptions, model_options, warn_of
+from ds4q.cli.common import Size, say, talk_options, warn
+from ds4q.cli.loading import ModelOptions, load_progress, model_options, warn_of
 
 if TYPE_CHECKING:
     from ds4q.cli.loading import Loading
@@ -241,7 +241,7 @@ def _serve(
             remedy="quantize a checkpoint with its tokenizer.json",
         )
     encoding = model.read_encoding(loading.file, metadata)
-    loaded = _Loaded(loading, limits.max_context)
+    loaded = _Loaded(loading, limits.max_context, scheduling)
     service = Service(loaded.load, lambda engine: _scheduler(engine, scheduling))
     server: Server | None = None
     with listen(host, port) as socket:
@@ -281,25 +281,30 @@ class _Loaded:
     about : ``kv_type``, and once it is loaded ``device``, in words
     """
 
-    def __init__(self, loading: Loading, max_context: int | None) -> None:
+    def __init__(
+        self, loading: Loading, max_context: int | None, scheduling: Mapping[str, int]
+    ) -> None:
         self.about: dict[str, str] = {"kv_type": loading.kv_type}
         self._loading = loading
         self._max_context = max_context
+        self._scheduling = scheduling
 
     def load(self, report: Progress) -> Engine | HipEngine:
         """The model; ``report`` hears how far it is, as does whoever reads stderr."""
         began = time.perf_counter()
         loading = self._loading
-        with progress("loading", loading.file.stat().st_size, quiet=loading.quiet) as advance:
-            known = 0
+        with load_progress(quiet=loading.quiet) as show:
 
             def both(done: int, total: int) -> None:
-                nonlocal known
-                advance(done - known)
-                known = done
+                show(done, total)
                 report(done, total)
 
-            engine, facts = loading.load(self._max_context, both)
+            engine, facts = loading.load(
+                self._max_context,
+                both,
+                sequences=self._scheduling["concurrent"],
+                beside_bytes=self._scheduling["prefix_cache_bytes"],
+            )
         self.about["device"] = facts.get("name", facts["kind"])
         warn_of(engine.notes)
         if not loading.quiet:

@@ -20,6 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 from ds4q.cli import main
+from ds4q.runtime.errors import RunError
 from tests.cli.test_run import write_artifact
 from tests.runtime.serve.served import metadata
 
@@ -32,7 +33,7 @@ import sys, threading
 from ds4q.cli import OWN_PROCESS, loading, main
 from tests.runtime.serve.scripted import ScriptedEngine
 
-def load(self, tokens, report):
+def load(self, tokens, report, **room):
     report(10, 100)
     if MODE == "blocked":  # hears nothing of an end
         threading.Event().wait()
@@ -238,6 +239,23 @@ def test_a_wide_host_without_a_key_is_told_what_to_do(artifact: Path) -> None:
     assert result.exit_code == 2
     for words in ("--api-key", "DS4Q_API_KEY", "--allow-no-key"):
         assert words in result.stderr
+
+
+def test_an_automatic_expert_cache_leaves_room_for_all_that_is_served(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def load(self: Any, tokens: int | None, report: Any, **room: int) -> Any:
+        asked.append((tokens, room))
+        raise RunError("seen enough")
+
+    monkeypatch.setattr("ds4q.cli.loading.Loading.load", load)
+    options = ["--port", "0", "--concurrent", "3", "--prefix-cache", "2MB", "--max-context", "99"]
+    result = CliRunner().invoke(main, ["serve", str(artifact), *options])
+    assert asked == [(99, {"sequences": 3, "beside_bytes": 2_000_000})]
+    assert result.exit_code == 1
+    assert "seen enough" in result.stderr
 
 
 def test_without_the_extra_it_says_what_to_install(
