@@ -79,6 +79,7 @@ bench: setup ## the benchmarks; results go to benchmarks/results
 	$(RUN) benchmarks.paging_reads
 	$(RUN) benchmarks.paging
 	$(RUN) benchmarks.prefetch
+	$(RUN) benchmarks.serve
 
 bench-gpu: setup ## the benchmarks of kernels, a decode step, loading and paging on a GPU
 	$(RUN) benchmarks.gpu --record
