@@ -91,7 +91,7 @@ class Scheduler:
         self._draining = False
         self._closed = False
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
-        self._recent: deque[tuple[float, int]] = deque()
+        self._recent: deque[tuple[float, int]] = deque()  # when, and completion tokens before it
         self._mean_s: float | None = None
         self._thread = threading.Thread(target=self._serve, name="ds4q-scheduler", daemon=True)
         self._thread.start()
@@ -184,10 +184,14 @@ class Scheduler:
         return max(SHORTEST_RETRY_S, mean_s * self._alive_waiting() / self._concurrent)
 
     def _tokens_per_s(self) -> float:
-        now = time.perf_counter()
-        while self._recent and self._recent[0][0] < now - RATE_WINDOW_S:
+        self._forget()
+        before = self._recent[0][1] if self._recent else self._completion_tokens
+        return (self._completion_tokens - before) / RATE_WINDOW_S
+
+    def _forget(self) -> None:
+        oldest = time.perf_counter() - RATE_WINDOW_S
+        while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
-        return sum(tokens for _, tokens in self._recent) / RATE_WINDOW_S
 
     # ---- the thread that runs the model ----------------------------------------------------------
 
@@ -295,9 +299,9 @@ class Scheduler:
 
     def _count(self, tokens: int) -> None:
         with self._changed:
+            self._forget()  # whether anybody asks or not
+            self._recent.append((time.perf_counter(), self._completion_tokens))
             self._completion_tokens += tokens
-            self._recent.append((time.perf_counter(), tokens))
-            self._tokens_per_s()  # lets go of what is too old, whether anybody asks or not
 
     def _keep(self, each: Running) -> None:
         """A snapshot of where it stands, for later prompts; for want of one no request fails."""
