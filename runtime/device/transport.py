@@ -71,10 +71,11 @@ class DeviceTransport:
 
     def close(self) -> None:
         """See ``Transport``. May be called again."""
-        self._queue.close()
+        ended = self._queue.close()
         for lane in self._lanes:
-            lane.free()
-        self._stream.free()
+            lane.free() if ended else lane.leave()
+        if ended:
+            self._stream.free()
         self._reader.close()
 
     def count_copy(self, nbytes: int) -> None:
@@ -127,6 +128,10 @@ class _Lane:
         """The staging is read, and the slot incomplete, until the copies have been made."""
         if self._event is not None:
             self._event.synchronize()
+
+    def leave(self) -> None:
+        """A fill may be under way that never ends: what it reads into is never freed."""
+        self._device.disown(self._staging)
 
     def free(self) -> None:
         """Give everything back; no fill may be under way."""

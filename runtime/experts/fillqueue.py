@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from ds4q.runtime.errors import TransportClosedError
+from ds4q.runtime.errors import ExpertReadError, TransportClosedError
 from ds4q.runtime.experts.catalogue import Key
 from ds4q.runtime.experts.reading import Done, Fill, Purpose
+
+CLOSE_S = 10.0  # that closing gives fills to end; a disk that answers at all takes far less
 
 Filler = Callable[[Fill], None]
 
@@ -39,8 +42,10 @@ class FillQueue:
         self._ready = threading.Condition()
         self._line: list[_Job] = []
         self._waiting: dict[Key, _Job] = {}
+        self._running: dict[int, _Job] = {}
         self._arrivals = count()
         self._closed = False
+        self._give_up_at = 0.0
         self._threads = [
             threading.Thread(target=self._work, args=(filler,), name=f"ds4q-read-{n}", daemon=True)
             for n, filler in enumerate(fillers)
@@ -67,17 +72,30 @@ class FillQueue:
                     self._waiting[key].purpose = Purpose.DEMAND
             heapq.heapify(self._line)
 
-    def close(self) -> None:
-        """Let the fills that run end, and refuse those that wait. May be called again."""
+    def close(self) -> bool:
+        """Refuse the fills that wait, and let those that run end. May be called again.
+
+        Returns
+        -------
+        whether all have ended. Those that have not ``CLOSE_S`` after the first call are told as
+        failed; their threads still use what they fill with, for as long as the disk hangs
+        """
         with self._ready:
-            self._closed = True
+            if not self._closed:
+                self._closed = True
+                self._give_up_at = time.monotonic() + CLOSE_S
             refused, self._line = self._line, []
             self._waiting.clear()
             self._ready.notify_all()
-        for thread in self._threads:
-            thread.join()
         for job in refused:
             job.done(job.fill, TransportClosedError(path=self._path))
+        for thread in self._threads:
+            thread.join(max(0.0, self._give_up_at - time.monotonic()))
+        with self._ready:
+            late, self._running = self._running, {}
+        for job in late.values():
+            job.done(job.fill, ExpertReadError("a read does not come back", path=self._path))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, filler: Filler) -> None:
         while True:
@@ -87,9 +105,13 @@ class FillQueue:
                     return
                 job = heapq.heappop(self._line)
                 self._waiting.pop(job.fill.key, None)
+                self._running[job.number] = job
             error: BaseException | None = None
             try:
                 filler(job.fill)
             except BaseException as raised:
                 error = raised
-            job.done(job.fill, error)
+            with self._ready:
+                told = self._running.pop(job.number, None) is None
+            if not told:
+                job.done(job.fill, error)

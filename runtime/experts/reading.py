@@ -14,8 +14,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import NamedTuple, Protocol, get_args
 
@@ -27,6 +29,7 @@ from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.runtime.errors import ExpertReadError
 from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
+from ds4q.runtime.experts.helpers import Helpers
 from ds4q.runtime.experts.latencies import Latencies
 from ds4q.runtime.experts.runs import PAGE, Run, runs, staging_bytes
 from ds4q.runtime.experts.store import Phase
@@ -86,7 +89,10 @@ class Transport(Protocol):
         """Reads, bytes and what else this transport counts."""
 
     def close(self) -> None:
-        """Finish the reads that run, refuse those that wait, free everything."""
+        """Refuse the reads that wait, let those that run end, free everything.
+
+        A read that hangs is told as failed and not waited for: what it uses stays.
+        """
 
 
 def helpers_for(reads: int) -> int:
@@ -142,6 +148,8 @@ class ExpertReader:
         self._reads = threading.BoundedSemaphore(reads)
         self._turn = count()
         self._refused = False  # O_DIRECT
+        self._closed = False
+        self._running = 0
         self._direct = self._buffered = self._probe = -1
         try:
             self._buffered = self._open(reader)
@@ -152,7 +160,7 @@ class ExpertReader:
         except BaseException:
             self._close_files()
             raise
-        self._helpers = ThreadPoolExecutor(helpers, "ds4q-part") if helpers else None
+        self._helpers = Helpers(helpers, "ds4q-part") if helpers else None
         self._bounces: queue.SimpleQueue[U8] = queue.SimpleQueue()
         for _ in range(bounces):
             self._bounces.put(np.empty(self.staging_bytes, dtype=np.uint8))
@@ -170,19 +178,20 @@ class ExpertReader:
         PayloadValueError : no receipt tells, and the type forbids them
         """
         parts = (gate, up, down)
-        if self._refused or self._cached(record):
-            self._take_buffered(record, parts, phase)
-            return
-        bounce = self._bounces.get()
-        try:
-            with self._reads:
-                started = time.perf_counter()
-                staged, reads = self._read_direct(record, bounce)
-            self._finish(
-                record, parts, started, reads, phase, lambda n: np.copyto(parts[n], staged[n])
-            )
-        finally:
-            self._bounces.put(bounce)
+        with self._under_way():
+            if self._refused or self._cached(record):
+                self._take_buffered(record, parts, phase)
+                return
+            bounce = self._bounces.get()
+            try:
+                with self._reads:
+                    started = time.perf_counter()
+                    staged, reads = self._read_direct(record, bounce)
+                self._finish(
+                    record, parts, started, reads, phase, lambda n: np.copyto(parts[n], staged[n])
+                )
+            finally:
+                self._bounces.put(bounce)
 
     def stage(
         self,
@@ -208,20 +217,21 @@ class ExpertReader:
         ------
         as ``read``, or what ``begin`` raises; then it may have been called for some matrices
         """
-        if self._refused or self._cached(record):
-            parts = _views(record, staging)
-            self._take_buffered(record, parts, phase, begin)
+        with self._under_way():
+            if self._refused or self._cached(record):
+                parts = _views(record, staging)
+                self._take_buffered(record, parts, phase, begin)
+                return parts
+            with self._reads:
+                started = time.perf_counter()
+                parts, reads = self._read_direct(record, staging)
+
+            def first(n: int) -> None:
+                if begin is not None:
+                    begin(n, parts[n])
+
+            self._finish(record, parts, started, reads, phase, first)
             return parts
-        with self._reads:
-            started = time.perf_counter()
-            parts, reads = self._read_direct(record, staging)
-
-        def first(n: int) -> None:
-            if begin is not None:
-                begin(n, parts[n])
-
-        self._finish(record, parts, started, reads, phase, first)
-        return parts
 
     def counters(self) -> dict[str, int]:
         """Reads, their bytes and how they were made; durations in microseconds, also by phase."""
@@ -238,14 +248,35 @@ class ExpertReader:
             }
 
     def close(self) -> None:
-        """Close the files and free the buffers. No read may be running."""
+        """Close the files and free the buffers: at once, or when the last read that runs ends."""
+        with self._lock:
+            self._closed = True
+            idle = not self._running
+        if idle:
+            self._free()
+
+    # ------------------------------------------------------------------ how
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """A read, which keeps files and buffers even where nobody waits for it any more."""
+        with self._lock:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                last = self._closed and not self._running
+            if last:
+                self._free()
+
+    def _free(self) -> None:
         if self._helpers is not None:
-            self._helpers.shutdown()
+            self._helpers.close()
         self._close_files()
         while not self._bounces.empty():
             self._bounces.get()
-
-    # ------------------------------------------------------------------ how
 
     def _open(self, reader: Reader, flags: int = 0) -> int:
         """Another handle of the very file that ``reader`` has open."""
@@ -426,7 +457,7 @@ class ExpertReader:
         """``handle`` of each number, as far as helpers are free; all have ended when it returns."""
         ahead: dict[int, Future[bool]] = {}
         if self._helpers is not None:
-            ahead = {n: self._helpers.submit(handle, n) for n in range(1, count)}
+            ahead = {n: self._helpers.submit(partial(handle, n)) for n in range(1, count)}
         found: list[bool] = []
         errors: list[BaseException] = []
         for n in range(count):

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +266,47 @@ def test_a_read_error_is_one_line_after_what_was_said(
     assert result.stderr.count("\n") == 1
     assert "layers." in result.stderr
     assert os.strerror(errno.EIO) in result.stderr
+
+
+HANGING = """
+import itertools, os, threading
+from ds4q.runtime.experts import cache, fillqueue, pager, reading
+
+class Hanging:
+    reads = itertools.count()
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def preadv(self, fd, buffers, offset, *flags):
+        if not flags and next(self.reads) >= 40:
+            threading.Event().wait()
+        return os.preadv(fd, buffers, offset, *flags)
+
+reading.os = Hanging()
+cache.helpers_for = lambda reads: {helpers}
+fillqueue.CLOSE_S = 0.1
+pager.Pager.__init__.__kwdefaults__["timeout_s"] = 0.5
+
+from ds4q.__main__ import entry
+entry()
+"""
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+def test_a_read_that_never_comes_back_ends_the_run_in_one_line(
+    tiny_artifact: Path, least: int, tmp_path: Path, helpers: int
+) -> None:
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING.replace("{helpers}", str(helpers)))
+    words = [script, "run", tiny_artifact, *ASK, "-q", "--ignore-eos", "--expert-cache", least]
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"ds4q: error: {tiny_artifact}: layer ")
+    assert "no read has come back for 0.5 s" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_files_of_another_model(

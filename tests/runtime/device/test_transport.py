@@ -16,12 +16,13 @@ from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.device.pools import ExpertPools
 from ds4q.runtime.device.transport import DeviceTransport
 from ds4q.runtime.engine import checked_config
-from ds4q.runtime.errors import ExpertDigestError, TransportClosedError
+from ds4q.runtime.errors import ExpertDigestError, ExpertReadError, TransportClosedError
 from ds4q.runtime.experts.catalogue import Catalogue, Key
 from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose
 from ds4q.runtime.source import Tensors
 from tests.runtime.device.micro import CONFIG
+from tests.runtime.experts.test_transport import Hang
 
 LAYERS, EXPERTS = CONFIG["num_hidden_layers"], CONFIG["n_routed_experts"]
 SLOTS = 3
@@ -128,6 +129,29 @@ def test_a_closed_transport_takes_nothing(rig: Rig) -> None:
     rig.transport.close()
     with pytest.raises(TransportClosedError):
         rig.transport.start(fills_of(5), lambda fill, error: None)
+
+
+def test_what_a_read_that_hangs_reads_into_outlives_the_device(
+    sim: Control, micro_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, before = set(threading.enumerate()), sim.live()
+    with Device.open() as device:
+        rig = Rig(micro_path, device)
+        hang = Hang(monkeypatch)
+        found: list[BaseException | None] = []
+        rig.transport.start(fills_of(6)[:1], lambda fill, error: found.append(error))
+        assert hang.entered.acquire(timeout=30)
+        rig.transport.close()
+        assert [type(error) for error in found] == [ExpertReadError]
+        pinned = sim.live()["pinned"]
+    kept = {"pinned": pinned}
+    assert sim.live() == before | kept  # all else is freed
+    hang.let_go(threads)
+    assert len(found) == 1
+    assert any(lane._staging.array.any() for lane in rig.transport._lanes)
+    assert sim.live() == before | kept
+    for lane in rig.transport._lanes:  # which nobody else does any more
+        rig.device.library.hip.hipHostFree(lane._staging.address)
 
 
 def test_an_expert_that_is_not_the_receipts_is_refused_and_the_others_come(

@@ -17,6 +17,7 @@ import pytest
 from ds4q.artifact.hfq import Reader
 from ds4q.runtime.config import parse_config
 from ds4q.runtime.errors import ExpertReadError, TransportClosedError
+from ds4q.runtime.experts import fillqueue
 from ds4q.runtime.experts.catalogue import Catalogue, Key, Record
 from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose
 from ds4q.runtime.experts.runs import runs
@@ -161,6 +162,60 @@ def test_closing_finishes_what_runs_and_refuses_what_waits(
     assert len(log.calls) == 6
     assert all(ended[e] is None for e in (0, 1))
     assert all(isinstance(ended[e], TransportClosedError) for e in (2, 3, 4, 5))
+
+
+class Hang:
+    """The first read of a file by so many threads comes back when it is let go, and not before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reads: int = 1) -> None:
+        self.entered = threading.Semaphore(0)
+        self._over = threading.Event()
+        self._left = iter(range(reads))
+        monkeypatch.setattr(os, "preadv", self._preadv)
+        monkeypatch.setattr(fillqueue, "CLOSE_S", 0.05)
+
+    def _preadv(self, fd: int, buffers: Sequence[Any], offset: int, *flags: int) -> int:
+        if not flags and next(self._left, None) is not None:
+            self.entered.release()
+            assert self._over.wait(60)
+        return PREADV(fd, buffers, offset, *flags)
+
+    def let_go(self, threads: set[threading.Thread]) -> None:
+        """Let the reads come back, and wait for all threads but ``threads``."""
+        self._over.set()
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(30)
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+@pytest.mark.parametrize("cached", [True, False])
+def test_closing_gives_up_a_read_that_hangs_and_takes_nothing_from_it(
+    tiny: tuple[Reader, Catalogue], monkeypatch: pytest.MonkeyPatch, helpers: int, cached: bool
+) -> None:
+    reader, catalogue = tiny
+    says(monkeypatch, cached=cached)
+    files, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    hang, slots, log = Hang(monkeypatch), HostSlots(), Log()
+    experts = ExpertReader(reader, catalogue, bounces=1, helpers=helpers)
+    open_files = set(os.listdir("/proc/self/fd"))
+    transport = HostTransport(catalogue, experts, slots, threads=1)
+    fills = [Fill(Key(0, e), e, Purpose.DEMAND) for e in range(3)]
+    transport.start(fills, log)
+    assert hang.entered.acquire(timeout=30)
+    for _ in range(2):
+        closing = threading.Thread(target=transport.close)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+        errors = {fill: type(error) for fill, error in log.calls}
+        assert errors == dict.fromkeys(fills, TransportClosedError) | {fills[0]: ExpertReadError}
+        assert set(os.listdir("/proc/self/fd")) == open_files
+        experts.close()  # as whoever made it does
+    hang.let_go(threads)
+    assert len(log.calls) == len(fills)
+    check_bytes(slots.held[fills[0].key, 0], catalogue[fills[0].key], reader)
+    assert set(os.listdir("/proc/self/fd")) == files
+    assert set(threading.enumerate()) == threads
 
 
 def test_errors_come_with_their_fill_and_the_threads_go_on(
