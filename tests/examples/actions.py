@@ -44,6 +44,20 @@ def wanted(condition: str, values: Mapping[str, str]) -> bool:
     return values[left] == ""
 
 
+def commands(log: str) -> list[str]:
+    """The lines of a log that its runner takes for commands: in either form, unless stopped."""
+    found, resume = [], ""
+    for line in re.split(r"\r\n|\r|\n", log):
+        text = line.strip()
+        if resume:
+            resume = "" if text == resume else resume
+        elif text.startswith("::stop-commands::"):
+            resume = f"::{text.removeprefix('::stop-commands::')}::"
+        elif text.startswith("::") or re.search(r"##\[[\w-]+", text):
+            found.append(text)
+    return found
+
+
 @dataclass(frozen=True)
 class Ran:
     """What a run of the action came to."""

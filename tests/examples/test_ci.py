@@ -18,7 +18,7 @@ from ds4q import __version__
 from ds4q.registry.names import ARTIFACT_SUFFIXES
 from ds4q.targets import Targets
 from examples.ci.damage import WAYS, Copy, damage
-from tests.examples.actions import ROOT, Ran, load, run_action, uses_of_the_action
+from tests.examples.actions import ROOT, Ran, commands, load, run_action, uses_of_the_action
 from tests.registry.folders import good_folder
 from tests.test_packaging import BUILD_LEFTOVERS, ROOMS
 
@@ -208,12 +208,85 @@ def test_an_input_never_becomes_a_command(workspace: Path) -> None:
 
 
 def test_a_file_name_never_becomes_a_workflow_command(workspace: Path) -> None:
-    (workspace / "models" / "a\n::set-output name=ok::true\n%0A\udcff.hfq").write_bytes(b"x")
-    ran = use(workspace)
+    names = ["a\n::set-output name=ok::true\n%0A\udcff", "::add-mask::a", "x##[error]b"]
+    for name in names:
+        (workspace / f"{name}.hfq").write_bytes(b"x")
+        shutil.copy(workspace / "models" / "flash.hfq", workspace / f"{name}.fp4")  # sound
+    ran = use(workspace, path=".", options="")
     assert ran.status == 1
-    commands = [line for line in ran.log.splitlines() if line.startswith("::")]
-    assert commands
-    assert all(line.startswith("::error title=ds4q verify::") for line in commands)
+    said = commands(ran.log)
+    assert len(said) == 3
+    assert all(line.startswith("::error title=ds4q verify::") for line in said), said
+    assert "##[error]b.fp4: ok" in ran.log, "for people it is there"
+    ran = use(workspace, path="models", options="::add-mask::a")  # a path too many, and no report
+    assert ran.status == 1
+    assert all(line.startswith("::error title=ds4q verify::") for line in commands(ran.log))
+
+
+@pytest.mark.parametrize("name", ["junit", "json"])
+def test_a_report_takes_the_place_of_no_other_file(name: str, workspace: Path) -> None:
+    victim = workspace / "models" / "flash.hfq"
+    before = victim.read_bytes()
+    ran = use(workspace, **{name: "models/flash.hfq"})
+    assert (ran.status, ran.outputs["ok"]) == (2, "false")
+    assert victim.read_bytes() == before
+    assert "exists and is no earlier report" in ran.log
+
+
+def one_error(ran: Ran) -> str:
+    """The one line of a run that could not check anything."""
+    assert ran.status != 0
+    assert ran.outputs["ok"] == "false"
+    assert "Traceback" not in ran.log
+    lines = [line for line in ran.log.splitlines() if not re.match(r"::(stop-comm|\w{32}::)", line)]
+    assert len(lines) == 1, lines
+    return lines[0].removeprefix("::error title=ds4q verify::")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({"junit": "r.out", "json": "./r.out"}, "name the same file"),
+        ({"options": "--help"}, "--help is no option of a check"),
+        ({"options": "--require-receipt\n--"}, "-- is no option of a check"),
+        ({"junit": "a.xml\nok=true"}, "not the path of a file"),
+        ({"json": "a.json\rok=true"}, "not the path of a file"),
+        ({"json": " "}, "not the path of a file"),
+        ({"json": "no/such/r.json"}, "No such file"),
+        ({"json": "models"}, "models"),
+        ({"ds4q": "no-such-command"}, "no-such-command: No such file"),
+        ({"ds4q": "true"}, "gave no report and ended with status 0"),
+    ],
+)
+def test_inputs_that_cannot_be_are_one_line(
+    inputs: dict[str, str], says: str, workspace: Path
+) -> None:
+    assert says in one_error(use(workspace, **inputs))
+
+
+def test_an_earlier_green_report_does_not_outlive_a_run_without_one(workspace: Path) -> None:
+    assert [use(workspace).status for _ in range(2)] == [0, 0], "an earlier report is replaced"
+    assert use(workspace, ds4q="false").status == 1
+    assert (workspace / "ds4q-verify.json").read_bytes() == b""
+
+
+def test_line_ends_of_windows_are_line_ends(workspace: Path) -> None:
+    ran = use(
+        workspace,
+        path="models\r\nmodels/flash.hfq\r\n\r\n",
+        options="--require-receipt\r\n",
+        junit="r.xml\r\n",
+        json="r.json\r\n",
+    )
+    assert ran.status == 0, ran.log
+    assert (ran.outputs["junit"], ran.outputs["json"]) == ("r.xml", "r.json")
+    assert (workspace / "r.xml").exists()
+    assert json.loads((workspace / "r.json").read_text())["ok"] is True
+
+
+def test_a_module_of_the_checkout_is_not_run(workspace: Path) -> None:
+    (workspace / "json.py").write_text("raise SystemExit(0)")
+    assert use(workspace, path="no.hfq").status == 1
 
 
 # ---------------------------------------------------------------- installing
@@ -309,6 +382,31 @@ def test_the_hook_is_green_on_a_good_folder_and_red_on_a_broken_one(repository: 
     assert "expected 10, found 9" in done.stdout
 
 
+def test_the_hook_takes_no_file_name_for_an_option(repository: Path) -> None:
+    names = ("--html=x.hfq", "--junit=y.hfq", "-h.hfq", "--.hfq")
+    for name in names:
+        (repository / name).write_bytes(b"no artifact")
+    git("add", "-A", cwd=repository)
+    done = pre_commit("run", "--all-files", cwd=repository)
+    assert done.returncode == 1, done.stdout
+    for name in names:
+        assert f"{name}: structure: file is too short" in done.stdout
+    assert not (repository / "x.hfq").exists()
+    assert not (repository / "y.hfq").exists()
+
+
+def test_options_in_the_hooks_args_are_not_ignored(repository: Path) -> None:
+    """They come behind the entry's ``--``: names, and no such files."""
+    path = repository / ".pre-commit-config.yaml"
+    config = json.loads(path.read_text())
+    config["repos"][0]["hooks"][0]["args"] = ["--require-receipt"]
+    path.write_text(json.dumps(config))
+    git("add", "-A", cwd=repository)
+    done = pre_commit("run", "--all-files", cwd=repository)
+    assert done.returncode == 1
+    assert "--require-receipt: structure: --require-receipt: No such file" in done.stdout
+
+
 def test_a_commit_without_such_files_is_not_held_up(repository: Path) -> None:
     git("commit", "-q", "-m", "x", cwd=repository)
     (repository / "README.md").write_text("x")
@@ -341,3 +439,6 @@ def test_the_pages_hook_is_the_one_that_is_offered() -> None:
     (hook,) = load_hooks()
     assert f"- id: {hook['id']}\n" in page
     assert hook["entry"].split()[:2] == ["ds4q", "verify"]
+    own = re.search(r"entry: (.*)", page)
+    assert own is not None
+    assert own[1].replace(" --require-receipt", "") == hook["entry"]
