@@ -115,6 +115,15 @@ def companions(file: str) -> dict[str, str]:
     }
 
 
+def artifacts(store: Store) -> set[str]:
+    """Names of the artifacts in the folder: by their first bytes, or by a known suffix."""
+    return {name for name, _ in _files(store) if _is_artifact(store, name)}
+
+
+def _is_artifact(store: Store, name: str) -> bool:
+    return os.path.splitext(name)[1] in ARTIFACT_SUFFIXES or _is_hfq(store, name)
+
+
 def registered_files(registry: Registry) -> dict[str, list[str]]:
     """Every file name that the registry holds -> the tags that name it, sorted."""
     found: dict[str, list[str]] = {}

@@ -14,8 +14,8 @@ from ds4q.artifact.receipt import SUFFIX
 from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile, fsync_folder
 from ds4q.registry.entries import Entry, Registry
 from ds4q.registry.errors import RegistryError, UnknownTagError
-from ds4q.registry.installed import JOURNAL_SUFFIX, companions, registered_files
-from ds4q.registry.store import Store
+from ds4q.registry.installed import JOURNAL_SUFFIX, artifacts, companions, registered_files
+from ds4q.registry.store import Identity, Store, identity_of
 
 
 class RemovalError(RegistryError):
@@ -31,15 +31,18 @@ class Removal:
     Attributes
     ----------
     files : name and bytes, in the order in which they go: the trunk last
-    kept : name of a file, and the installed tag that names it, too
+    kept : name of a file, and the installed tag that names it, too; or the artifact that stays and
+        has the file by name, too
     left : receipts of files that go, which no tag registers
     by_name : whether files were found by their names, as no tag registers them
+    identities : of ``files``, what each was when it was listed
     """
 
     files: tuple[tuple[str, int], ...]
     kept: tuple[tuple[str, str], ...]
     left: tuple[str, ...]
     by_name: bool
+    identities: tuple[Identity, ...]
 
 
 def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Removal:
@@ -47,8 +50,9 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
 
     A tag stands for the files that it registers, and for what an unfinished download of them has
     left: ``NAME.partial`` and its journal. One without a journal is no download's, and stays. A
-    file that no tag registers stands for itself and for its companions by name (``companions``).
-    What another installed tag names stays.
+    file that no tag registers stands for itself and, if it is an artifact, for its companions by
+    name (``companions``). What another installed tag names stays, and so does a companion of an
+    artifact that stays.
 
     Raises
     ------
@@ -57,9 +61,11 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
     LockedError : an unfinished file that another process is writing
     """
     wanted: dict[str, str] = {}  # in order: name -> the file whose tags may keep it
+    beside: set[str] = set()  # names that were found by another's
     leaving: set[str] = set()
     by_name = False
     named_by = registered_files(registry)
+    present = artifacts(store)
     for name in names:
         try:
             entry = registry.resolve(name)
@@ -70,27 +76,36 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
             if store.size(name) is None:
                 raise
             by_name = True
-            wanted |= {own: own for own in (*companions(name), name)}
+            own = companions(name) if name in present or name.endswith(PARTIAL_SUFFIX) else {}
+            beside |= own.keys()
+            wanted |= {each: each for each in (*own, name)}
         else:
             leaving.add(entry.tag)
             for file in _registered(entry):
                 wanted |= dict.fromkeys(_with_download(store, file), file)
-    kept, files = [], []
-    for name, whole in wanted.items():
-        size = _removable(store, name)
-        if size is None:
-            continue
-        needed = [tag for tag in named_by.get(whole, []) if tag not in leaving]
+    found = {name: status for name in wanted if (status := _removable(store, name)) is not None}
+    kept = {}
+    for name in found:
+        needed = [tag for tag in named_by.get(wanted[name], []) if tag not in leaving]
         holder = next((tag for tag in needed if _installed(registry, store, tag)), None)
-        if holder is None:
-            files.append((name, size))
-        else:
-            kept.append((name, holder))
-    receipts = [name + SUFFIX for name, _ in files]
+        if holder is not None:
+            kept[name] = holder
+    claimed = {
+        own: name for name in present - (found.keys() - kept.keys()) for own in companions(name)
+    }
+    kept |= {name: claimed[name] for name in found if name in beside & claimed.keys() - set(names)}
+    going = [name for name in found if name not in kept]
+    receipts = [name + SUFFIX for name in going]
     left = [
         n for n in receipts if n not in wanted and n not in named_by and store.size(n) is not None
     ]
-    return Removal(tuple(files), tuple(kept), tuple(left), by_name)
+    return Removal(
+        files=tuple((name, found[name].st_size) for name in going),
+        kept=tuple(kept.items()),
+        left=tuple(left),
+        by_name=by_name,
+        identities=tuple(identity_of(found[name]) for name in going),
+    )
 
 
 def _registered(entry: Entry) -> list[str]:
@@ -108,8 +123,8 @@ def _installed(registry: Registry, store: Store, tag: str) -> bool:
     return store.size(registry.entries[tag].file) is not None
 
 
-def _removable(store: Store, name: str) -> int | None:
-    """Bytes of a file that may be removed; None where there is none."""
+def _removable(store: Store, name: str) -> os.stat_result | None:
+    """What a file that may be removed is; None where there is none."""
     path = store.path(name)
     try:
         status = path.lstat()
@@ -120,7 +135,7 @@ def _removable(store: Store, name: str) -> int | None:
         raise RemovalError(found=kind, path=path, remedy="look at it, and remove it by hand")
     if name.endswith(PARTIAL_SUFFIX):
         PartialFile(store.path(name.removesuffix(PARTIAL_SUFFIX)), 0).close()  # refused if in use
-    return status.st_size
+    return status
 
 
 def remove(store: Store, removal: Removal) -> None:
@@ -130,8 +145,9 @@ def remove(store: Store, removal: Removal) -> None:
     ------
     RemovalError : a file has changed since; those before it are gone
     """
-    for name, size in removal.files:
-        if _removable(store, name) != size:
+    for (name, _), listed in zip(removal.files, removal.identities, strict=True):
+        status = _removable(store, name)
+        if status is None or identity_of(status) != listed:
             raise RemovalError("file changed since it was listed", path=store.path(name))
         os.unlink(store.path(name))
         store.forget(name)

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from ds4q.registry.errors import RegistryError
 from ds4q.registry.names import inner_name
 from ds4q.registry.sources import home_folder
 
+Identity = dict[str, int]
 NOTES = ".verified"  # begins with a dot: no registered file can be called so
 
 
@@ -30,7 +31,7 @@ def models_folder() -> Path:
     return home_folder() / "models"
 
 
-def identity_of(status: os.stat_result) -> dict[str, int | str]:
+def identity_of(status: os.stat_result) -> Identity:
     """What tells a file from one that has taken its place, or was written to since.
 
     The change time is among it: a tool that copies can set the modification time back.
@@ -103,7 +104,7 @@ class Store:
         """Drop the note of a file that is gone."""
         self._note(name).unlink(missing_ok=True)
 
-    def _write_note(self, name: str, note: dict[str, int | str]) -> None:
+    def _write_note(self, name: str, note: Mapping[str, int | str]) -> None:
         place = self._note(name)
         temporary = place.with_name(f".{secrets.token_hex(8)}")
         with suppress(OSError):

@@ -118,6 +118,31 @@ def test_what_was_found_by_name_is_said(registry: Registry, store: Store) -> Non
     assert not plan_removal(registry, store, ["deepseek-v4-flash"]).by_name
 
 
+def test_a_companion_of_an_artifact_that_stays_stays(registry: Registry, tmp_path: Path) -> None:
+    files = {"b.hfq": b"x", "b.fp4": b"x", "b.fp4.receipt": b"x", "b.mtp": b"x", "c": b"HFQM"}
+    store = filled(tmp_path / "m", files | {"c.mtp": b"x"})
+    removal = plan_removal(registry, store, ["b.fp4"])
+    assert [name for name, _ in removal.files] == ["b.fp4.receipt", "b.fp4"]
+    assert removal.kept == (("b.mtp", "b.hfq"),)
+    assert gone(registry, store, "b.fp4", "b.mtp") == ["b.mtp", "b.fp4.receipt", "b.fp4"], "asked"
+    filled(store.folder, files)
+    assert gone(registry, store, "b.fp4", "b.hfq") == ["b.mtp", "b.fp4.receipt", "b.fp4", "b.hfq"]
+    assert left(store) == {"c", "c.mtp"}
+
+
+def test_a_companion_of_a_registered_artifact_that_stays_stays(tmp_path: Path) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa", "a.hfq": b"x", "a.mtp": b"x"})
+    assert plan_removal(shared(), store, ["a.hfq"]).kept == (("a.mtp", "a.fp4"),)
+    assert gone(shared(), store, "a.hfq") == ["a.hfq"]
+
+
+def test_what_is_no_artifact_has_no_companions(registry: Registry, tmp_path: Path) -> None:
+    files = {"flash.txt": b"notes", "flash.mtp": b"x", "flash.txt.receipt": b"x", "m": b"HFQM"}
+    store = filled(tmp_path / "m", files | {"m.receipt": b"x"})
+    assert gone(registry, store, "flash.txt") == ["flash.txt"]
+    assert gone(registry, store, "m") == ["m.receipt", "m"], "by its first bytes"
+
+
 def shared() -> Registry:
     draft = sidecar("d.fp4", b"draft")
     return registry_of(
@@ -206,6 +231,22 @@ def test_a_file_that_changed_since_it_was_listed_stays(tmp_path: Path) -> None:
     assert left(store) == {"a.fp4"}
     store.path("a.fp4").unlink()
     check_refused(RemovalError, lambda: remove(store, removal))
+
+
+@pytest.mark.parametrize("way", ["exchanged", "written"])
+def test_another_file_of_the_same_length_stays(tmp_path: Path, way: str) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa"})
+    removal = plan_removal(shared(), store, ["m:a"])
+    path = store.path("a.fp4")
+    before = path.stat()
+    if way == "exchanged":
+        path.with_name("new").write_bytes(b"bb")
+        path.with_name("new").replace(path)
+    else:
+        path.write_bytes(b"bb")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + (way == "written")))
+    check_refused(RemovalError, lambda: remove(store, removal), path=path)
+    assert path.read_bytes() == b"bb"
 
 
 def test_an_abandoned_download_goes_by_its_name_unless_it_is_in_use(tmp_path: Path) -> None:
