@@ -217,14 +217,12 @@ def test_entries(rig: Rig, ratio: int, tokens: int, width: int, gain: float) -> 
     target, bound = _entries(inputs, index=False)
     check_within(left.entries[:count], target, bound)
     assert np.isnan(left.entries[count:]).all()  # an incomplete tail emits nothing
-    columns = inputs.rows["values"].shape[1]
-    value_ring, gate_ring = np.zeros((2, 2 * ratio + tokens, columns), np.float32)
+    places = np.arange(tokens) % ratio
+    gates = inputs.rows["gates"] + inputs.weights["ape"][places]
     cos, sin = turns(0, count, PAIRS, ratio)
     expected = np.zeros((count, width), np.float32)
-    compressor.append_entries_reference(
-        inputs.rows["values"], inputs.rows["gates"], inputs.weights["ape"],
-        inputs.weights["entry_norm"], EPS, cos, sin, 0, value_ring, gate_ring, expected,
-    )  # fmt: skip
+    norm = inputs.weights["entry_norm"]
+    compressor.pool_reference(inputs.rows["values"], gates, ratio, norm, EPS, cos, sin, 0, expected)
     np.testing.assert_allclose(left.entries[:count], expected, rtol=0, atol=1e-4)
     if ratio == 4:
         target, bound = _entries(inputs, index=True)
