@@ -22,9 +22,9 @@ from ds4q.runtime.experts.catalogue import Catalogue, Record
 from ds4q.runtime.experts.ledger import Dispatch
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.pager import Pager
-from ds4q.runtime.experts.reading import Transport
 from ds4q.runtime.experts.slots import HostSlots
 from ds4q.runtime.experts.store import Band, Phase
+from ds4q.runtime.experts.transport import Transport
 from ds4q.runtime.source import Tensors
 
 F32 = npt.NDArray[np.float32]

@@ -30,10 +30,11 @@ from ds4q.runtime.experts.catalogue import Catalogue, Key
 from ds4q.runtime.experts.ledger import Dispatch, Ledger
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.policy import make_policies
-from ds4q.runtime.experts.reading import Fill, Purpose, Transport
+from ds4q.runtime.experts.reading import Fill, Purpose
 from ds4q.runtime.experts.slots import Entry, LayerSlots, Survey
 from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.experts.trace import Outcome, Recorder
+from ds4q.runtime.experts.transport import Transport
 
 _POLL_S = 0.0002  # between looks at events, which nobody announces
 _WARM_AT_ONCE = 4  # reads of a warm start; once there are demands, one, which they may wait for

@@ -19,14 +19,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import NamedTuple, Protocol, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ds4q.artifact.errors import ChangedError, TruncatedError
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.runtime.errors import ExpertReadError
+from ds4q.runtime.errors import CacheError, ExpertReadError
 from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.helpers import Helpers
@@ -72,29 +72,6 @@ class Fill(NamedTuple):
 Done = Callable[[Fill, BaseException | None], None]
 
 
-class Transport(Protocol):
-    """Fills slots in the background, wherever slots are."""
-
-    def start(self, fills: Sequence[Fill], done: Done) -> None:
-        """Queue ``fills`` and return.
-
-        ``done`` is called once for each, from another thread, when all of its bytes are in the
-        slot and checked, or with the error. It must not raise.
-        """
-
-    def hurry(self, keys: Sequence[Key]) -> None:
-        """Fills of ``keys`` that are still queued are now waited for: serve them as demands."""
-
-    def counters(self) -> dict[str, int]:
-        """Reads, bytes and what else this transport counts."""
-
-    def close(self) -> None:
-        """Refuse the reads that wait, let those that run end, free everything.
-
-        A read that hangs is told as failed and not waited for: what it uses stays.
-        """
-
-
 def helpers_for(reads: int) -> int:
     """Helpers beside so many reads: two each, as far as there are processors."""
     return min(2 * reads, len(os.sched_getaffinity(0)) - 1)
@@ -111,7 +88,7 @@ class ExpertReader:
     legal : called with every tensor, and its bytes, that no digest vouches for; raises what it
         refuses. None: such bytes are believed
     reads : made at a time; threads beyond them copy and compare what they have read meanwhile
-    bounces : buffers for ``read``; more threads than that wait for each other
+    bounces : buffers for ``read``, which needs one; more threads than that wait for each other
     helpers : threads beyond a caller's own that its matrices are read and compared by
 
     Attributes
@@ -121,6 +98,7 @@ class ExpertReader:
 
     Raises
     ------
+    CacheError : no reads at a time
     ChangedError : the path leads to another file than ``reader``
     """
 
@@ -135,6 +113,8 @@ class ExpertReader:
         bounces: int = 0,
         helpers: int = 0,
     ) -> None:
+        if reads < 1:
+            raise CacheError("reads at a time", path=reader.path, expected="1 or more", found=reads)
         self.path = reader.path
         self.notes: list[str] = []
         self._digests = digests
@@ -161,6 +141,7 @@ class ExpertReader:
             self._close_files()
             raise
         self._helpers = Helpers(helpers, "ds4q-part") if helpers else None
+        self._has_bounces = bounces > 0
         self._bounces: queue.SimpleQueue[U8] = queue.SimpleQueue()
         for _ in range(bounces):
             self._bounces.put(np.empty(self.staging_bytes, dtype=np.uint8))
@@ -172,11 +153,18 @@ class ExpertReader:
 
         Raises
         ------
+        CacheError : the reader has no buffers
         TruncatedError : the file ends within the expert
         ExpertReadError : the system cannot read it
         ExpertDigestError : the bytes are not those that the receipt tells
         PayloadValueError : no receipt tells, and the type forbids them
         """
+        if not self._has_bounces:  # also where the page cache makes them needless this time
+            raise CacheError(
+                "no buffers to read through",
+                path=self.path,
+                remedy="make the reader with bounces of 1 or more, or use stage",
+            )
         parts = (gate, up, down)
         with self._under_way():
             if self._refused or self._cached(record):

@@ -26,8 +26,9 @@ from ds4q.runtime.experts.plan import Plan, limits_of
 from ds4q.runtime.experts.policy import DEFAULT_POLICY, parameters_of
 from ds4q.runtime.experts.predict import AdapterGuess, Prefetcher
 from ds4q.runtime.experts.profile import Profile, read_profile
-from ds4q.runtime.experts.reading import Purpose, Transport
+from ds4q.runtime.experts.reading import Purpose
 from ds4q.runtime.experts.trace import Recorder, artifact_identity
+from ds4q.runtime.experts.transport import Transport
 
 
 class Setup:

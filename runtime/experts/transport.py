@@ -1,4 +1,4 @@
-"""Owns filling slots in host memory from an artifact. Knows neither policy nor file layout."""
+"""Owns what fills slots, and filling those in host memory. Knows neither policy nor file layout."""
 
 from __future__ import annotations
 
@@ -17,6 +17,29 @@ from ds4q.runtime.experts.reading import Done, ExpertReader, Fill
 from ds4q.runtime.experts.transform import Parts
 
 U8 = npt.NDArray[np.uint8]
+
+
+class Transport(Protocol):
+    """Fills slots in the background, wherever slots are."""
+
+    def start(self, fills: Sequence[Fill], done: Done) -> None:
+        """Queue ``fills`` and return.
+
+        ``done`` is called once for each, from another thread, when all of its bytes are in the
+        slot and checked, or with the error. It must not raise.
+        """
+
+    def hurry(self, keys: Sequence[Key]) -> None:
+        """Fills of ``keys`` that are still queued are now waited for: serve them as demands."""
+
+    def counters(self) -> dict[str, int]:
+        """Reads, bytes and what else this transport counts."""
+
+    def close(self) -> None:
+        """Refuse the reads that wait, let those that run end, free everything.
+
+        A read that hangs is told as failed and not waited for: what it uses stays.
+        """
 
 
 class Slots(Protocol):

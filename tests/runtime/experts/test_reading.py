@@ -21,7 +21,7 @@ import xxhash
 
 from ds4q.artifact.errors import ChangedError, PayloadValueError, TruncatedError
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.runtime.errors import ExpertDigestError, ExpertReadError
+from ds4q.runtime.errors import CacheError, ExpertDigestError, ExpertReadError
 from ds4q.runtime.experts.catalogue import Key, Record
 from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.reading import ExpertReader
@@ -457,6 +457,36 @@ def test_matrices_are_read_and_compared_side_by_side(
         with pytest.raises(RuntimeError, match="cannot begin"):
             experts.stage(found[0], staging, begin)
         assert sorted(over) == [1, 2]
+        experts.close()
+
+
+@pytest.mark.parametrize("reads", [0, -1])
+def test_a_reader_that_may_not_read_is_refused(artifact: Path, reads: int) -> None:
+    with Reader(artifact) as reader:
+        found = records(reader)
+        check_refused(
+            CacheError,
+            lambda: ExpertReader(reader, found, reads=reads),
+            path=artifact,
+            says=["reads at a time: expected 1 or more", str(reads)],
+        )
+
+
+@CACHED
+def test_reading_without_a_buffer_is_refused_whatever_the_page_cache_holds(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    says(monkeypatch, cached=cached)
+    with Reader(artifact) as reader:
+        found = records(reader)
+        experts = ExpertReader(reader, found)
+        check_refused(
+            CacheError,
+            lambda: read_parts(experts, found[0]),
+            path=artifact,
+            says=["no buffers", "bounces"],
+        )
+        stage_parts(experts, found[0])  # which brings its own
         experts.close()
 
 

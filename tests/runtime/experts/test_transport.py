@@ -223,7 +223,7 @@ def test_errors_come_with_their_fill_and_the_threads_go_on(
 ) -> None:
     reader, catalogue = tiny
     says(monkeypatch, cached=True)
-    experts, slots, log = ExpertReader(reader, catalogue), HostSlots(), Log()
+    experts, slots, log = ExpertReader(reader, catalogue, bounces=2), HostSlots(), Log()
     bad = catalogue[Key(1, 4)]
 
     def preadv(fd: int, buffers: Sequence[Any], offset: int) -> int:
