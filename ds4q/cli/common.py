@@ -99,8 +99,19 @@ def claim_report(path: Path, option: str, mark: bytes) -> None:
                 f"{str(path)!r} exists and is no earlier report; choose another name",
                 param_hint=option,
             )
+        if _is_stdout(path):
+            raise click.BadParameter(
+                f"{str(path)!r} is where standard output goes; choose another name",
+                param_hint=option,
+            )
     if not os.access(path.parent, os.W_OK):
         raise click.BadParameter(f"cannot write in {str(path.parent)!r}", param_hint=option)
+
+
+def _is_stdout(path: Path) -> bool:
+    with suppress(OSError, ValueError):  # no file, or none that the system knows
+        return os.path.samestat(os.fstat(sys.stdout.fileno()), path.stat())
+    return False
 
 
 def write_report(path: Path, text: str) -> None:

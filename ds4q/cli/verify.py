@@ -148,7 +148,7 @@ def command(
     together = len(paths) > 1 or paths[0].is_dir()
     reports: list[Report]
     page = None
-    with _reported(junit, paths[0]):
+    with _reported(junit, paths[0]):  # until it is done, no earlier report stands
         found = targets.Targets.of(paths)
         if together or found.artifacts != paths:
             if source or receipt or tag or signature or html or gates:
@@ -161,36 +161,40 @@ def command(
             options |= grounds | {"signature": signature, "errors_only": errors_only}
             page = _verify_one(paths[0], tag, options)
             reports = [page]
-    if as_json:
-        common.emit_json(targets.document_of(reports) if together else reports[0].document())
-    else:
-        for report in reports:
-            _print(report, f"{one_line(report.artifact['path'])}: " if together else "")
-        if together:
-            failed = sum(not report.ok for report in reports)
-            verdict = f"FAILED ({failed:,})" if failed else "ok"
-            click.echo(f"{len(reports):,} targets: {verdict}")
-    if junit is not None:  # last: what is on the screen must not be lost with it
-        common.write_report(junit, junit_of(reports))
-    if html is not None and page is not None:
-        common.write_report(html, _page(page))
+    try:
+        if junit is not None:  # first: a full standard output must not cost it
+            common.write_report(junit, junit_of(reports))
+        if html is not None and page is not None:
+            common.write_report(html, _page(page))
+    finally:  # nor it what is on the screen
+        if as_json:
+            common.emit_json(targets.document_of(reports) if together else reports[0].document())
+        else:
+            _print_all(reports, together)
     if not all(report.ok for report in reports):
         click.get_current_context().exit(1)
 
 
 @contextmanager
 def _reported(junit: Path | None, path: Path) -> Iterator[None]:
-    """Should the block fail, report that: an earlier report must not stand for this run."""
+    """Replace an earlier report, which must not stand for this run, by one that says what failed.
+
+    While the block runs, and if it is stopped in whatever way, that is the run itself.
+    """
     from ds4q import targets
     from ds4q.artifact.report import Failure
     from ds4q.artifact.report import junit as junit_of
 
+    def write(message: str) -> None:
+        if junit is not None:
+            report = targets.failed(path, "verify", Failure(message))
+            common.write_report(junit, junit_of([report]))
+
+    write("the run did not finish")
     try:
         yield
     except (Ds4qError, OSError) as error:
-        if junit is not None:
-            report = targets.failed(path, "verify", Failure(one_line(str(error))))
-            common.write_report(junit, junit_of([report]))
+        write(one_line(str(error)))
         raise
 
 
@@ -212,6 +216,15 @@ def _page(report: Verification) -> str:
         document = {"kind": "artifact", "path": report.artifact["path"]}
         return render(gather(document, [], __version__, report))
     return render(gather(*describe(report.reader), __version__, report, report.errors))
+
+
+def _print_all(reports: list[Report], together: bool) -> None:
+    for report in reports:
+        _print(report, f"{one_line(report.artifact['path'])}: " if together else "")
+    if together:
+        failed = sum(not report.ok for report in reports)
+        verdict = f"FAILED ({failed:,})" if failed else "ok"
+        click.echo(f"{len(reports):,} targets: {verdict}")
 
 
 def _print(report: Report, prefix: str) -> None:

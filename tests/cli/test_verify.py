@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,6 +21,7 @@ from ds4q import api
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import receipt_path
 from ds4q.cli import main
+from ds4q.cli.common import Terminated
 from ds4q.quantize import compare, convert
 from tests.quantize import models
 from tests.quantize.builders import TINY
@@ -168,6 +172,84 @@ def test_no_green_report_stays_when_nothing_could_be_checked(
     assert suite.get("name") == f"ds4q verify {path}"
     (failure,) = suite.iter("failure")
     assert says in (failure.get("message") or "")
+
+
+def only_failure(report: Path) -> str:
+    """The one line of a report that holds no other."""
+    (failure,) = ElementTree.parse(report).getroot().iter("failure")
+    return failure.get("message") or ""
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Terminated, ValueError])
+def test_no_green_report_stays_when_the_run_is_stopped(
+    stop: type[BaseException], artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "r.xml"
+    assert verify(artifact, "--junit", report).exit_code == 0
+    seen = []
+
+    def interrupt(*arguments: object, **options: object) -> None:
+        seen.append(only_failure(report))  # as it stands if the process is killed
+        raise stop
+
+    monkeypatch.setattr("ds4q.api.verify", interrupt)
+    assert verify(artifact, "--junit", report).exit_code != 0
+    assert [*seen, only_failure(report)] == ["the run did not finish"] * 2
+
+
+def run_into(stdout: IO[str], *words: object) -> tuple[int, str]:
+    """Exit status and standard error of a ``ds4q verify`` whose results go into a file."""
+    command = [sys.executable, "-m", "ds4q", "verify", *map(str, words)]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stderr
+
+
+def test_a_full_standard_output_does_not_cost_the_report(damaged: Path, tmp_path: Path) -> None:
+    report = tmp_path / "r.xml"
+    with open("/dev/full", "w") as full:
+        status, said = run_into(full, damaged, "--json", "--junit", report)
+    assert status == 1
+    assert "No space left on device" in said
+    failures = ElementTree.parse(report).getroot().iter("failure")
+    assert any("layers.0.ffn.experts.10.w1" in (each.get("message") or "") for each in failures)
+
+
+def test_a_report_that_cannot_be_written_does_not_cost_what_is_printed(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, text: str) -> None:
+        if "did not finish" not in text:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("ds4q.cli.common.write_report", refuse)
+    result = verify(artifact, "--junit", tmp_path / "r.xml", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["ok"] is True
+    assert "No space left" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--junit", "--html"])
+def test_a_report_is_not_written_over_standard_output(
+    option: str, artifact: Path, tmp_path: Path
+) -> None:
+    both = tmp_path / "both"
+    with both.open("w") as out:
+        status, said = run_into(out, artifact, "--json", option, both)
+    assert (status, both.read_bytes()) == (2, b"")
+    assert "both' is where standard output goes; choose another name" in said
+
+
+@pytest.mark.parametrize("length", [253, 300])
+def test_a_report_with_a_name_that_is_too_long_is_refused_before_work(
+    length: int, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: object, **options: object) -> None:
+        raise AssertionError("work was done")
+
+    monkeypatch.setattr("ds4q.api.verify", never)
+    result = verify(artifact, "--junit", tmp_path / ("n" * length))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.endswith(": File name too long\n")
 
 
 def test_a_missing_file_is_the_same_failure_alone_and_among_others(
