@@ -101,6 +101,6 @@ async function* events(stream) {
       if (done) return;
     }
   } finally {
-    await reader.cancel().catch(() => {});
+    reader.cancel().catch(() => {}); // nobody waits for the connection to be gone
   }
 }

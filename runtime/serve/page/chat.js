@@ -19,6 +19,7 @@ export class Chat {
     this.abort = null;
     this.following = true;
     log.addEventListener("scroll", () => this.#scrolled(), { passive: true });
+    log.addEventListener("toggle", () => this.#grown(), true);
     log.addEventListener("click", (event) => this.#clicked(event));
     latest.addEventListener("click", () => this.#follow());
     for (const message of JSON.parse(sessionStorage.getItem(STORE) ?? "[]")) this.#add(message);
@@ -90,10 +91,10 @@ export class Chat {
       answer.fail(error);
       said.textContent = error.name === "AbortError" ? "Stopped." : "The answer failed.";
     } finally {
-      answer.end();
       this.abort = null;
       log.removeAttribute("aria-busy");
       this.busy(false);
+      answer.end();
       this.#grown();
       this.#keep();
     }

@@ -30,10 +30,8 @@ export class HeatMap {
     const before = this.view;
     const size = view.layers * view.experts;
     const counts = new Float64Array(size);
-    this.most = 0;
     view.routed.forEach((row, layer) => row.forEach((count, expert) => {
       counts[layer * view.experts + expert] = count;
-      if (count > this.most) this.most = count;
     }));
     const same = before && before.layers === view.layers && before.experts === view.experts;
     if (!same) this.glow = new Float32Array(size);
@@ -41,7 +39,7 @@ export class HeatMap {
       const news = counts.map((count, each) => Math.max(0, count - this.counts[each]));
       const most = news.reduce((a, b) => Math.max(a, b), 1);
       news.forEach((fresh, each) => {
-        if (fresh) this.glow[each] = Math.max(this.glow[each], (fresh / most) ** 0.8);
+        if (fresh) this.glow[each] = Math.max(this.glow[each], Math.sqrt(fresh / most));
       });
     }
     this.counts = counts;
@@ -114,7 +112,7 @@ export class HeatMap {
     brush.fillStyle = this.ground;
     brush.fillRect(0, 0, this.canvas.width, this.canvas.height);
     const gap = Math.min(across, down) >= 5 ? 1 : 0;
-    const least = Math.log1p(this.most) || 1;
+    const step = scale(this.counts);
     for (let layer = 0; layer < layers; layer += 1) {
       for (let expert = 0; expert < experts; expert += 1) {
         const place = layer * experts + expert;
@@ -124,16 +122,19 @@ export class HeatMap {
         const wide = Math.round((expert + 1) * across) - left - gap;
         const tall = down - gap;
         if (count || held) {
-          const step = count ? 1 + Math.min(STEPS - 2, Math.floor((Math.log1p(count) / least) * (STEPS - 1.01))) : 0;
-          brush.fillStyle = (held ? this.blues : this.greys)[step];
+          brush.fillStyle = (held ? this.blues : this.greys)[step(count)];
           // Not in memory: smaller, so that it does not take colour alone to tell.
           const inset = held || !gap ? 0 : Math.max(1, Math.round(Math.min(wide, tall) * 0.22));
           brush.fillRect(left + inset, layer * down + inset, wide - 2 * inset, tall - 2 * inset);
         }
         if (this.glow[place]) {
           brush.globalAlpha = this.glow[place];
-          brush.fillStyle = this.hot;
-          brush.fillRect(left, layer * down, wide, tall);
+          brush.fillStyle = brush.strokeStyle = this.hot;
+          // A frame, where there is room for one, leaves the colour within to be read.
+          const rim = Math.round(Math.min(wide, tall) / 6);
+          brush.lineWidth = rim;
+          if (rim > 1) brush.strokeRect(left + rim / 2, layer * down + rim / 2, wide - rim, tall - rim);
+          else brush.fillRect(left, layer * down, wide, tall);
           brush.globalAlpha = 1;
         }
       }
@@ -184,6 +185,18 @@ export class HeatMap {
     const where = this.view.resident[layer][expert] ? "in memory" : "not in memory";
     this.tell(`Layer ${layer}, expert ${expert}: chosen ${count.toLocaleString()} time${count === 1 ? "" : "s"}, ${where}`);
   }
+}
+
+// Which step of a ramp a count takes: 0 for none, the others by its logarithm between the least and
+// the most that there is, since a few experts are chosen many times as often as most.
+function scale(counts) {
+  let [least, most] = [Infinity, 0];
+  for (const count of counts) {
+    if (count && count < least) least = count;
+    if (count > most) most = count;
+  }
+  const span = Math.log(most / least) || 1;
+  return (count) => (count ? 1 + Math.round((Math.log(count / least) / span) * (STEPS - 2)) : 0);
 }
 
 // The grey of equal lightness.

@@ -95,7 +95,9 @@ export class Live {
     if (experts.hits !== undefined) {
       const asked = experts.hits + experts.misses + experts.compulsory;
       facts.push(["Cache hits", asked ? percent(experts.hits / asked) : "–"]);
-      facts.push(["Misses, first uses", `${experts.misses.toLocaleString()}, ${experts.compulsory.toLocaleString()}`]);
+      facts.push(["Slots in a layer", experts.slots.toLocaleString()]);
+      facts.push(["First uses", experts.compulsory.toLocaleString()]);
+      facts.push(["Misses", experts.misses.toLocaleString()]);
       facts.push(["Evictions", experts.evictions.toLocaleString()]);
       facts.push(["Bytes read", bytes(experts.bytes)]);
     }
