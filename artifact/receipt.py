@@ -8,6 +8,7 @@ payload), and for the whole file its length and SHA-256.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -263,8 +264,12 @@ def find_receipt(reader: Reader, explicit: Path | None = None) -> tuple[Path, Re
     if explicit is not None:
         return explicit, read_receipt(explicit)
     by_name = receipt_path(reader.path)
-    if by_name.exists():
-        return by_name, read_receipt(by_name)
+    try:
+        if by_name.exists():
+            return by_name, read_receipt(by_name)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # a file of that name cannot be
+            raise
     ours = reader.metadata.get("ds4q")
     source_digest = ours.get("source_digest") if isinstance(ours, dict) else None
     front = front_digest(reader.header_raw, reader.index_raw)

@@ -16,7 +16,7 @@ from ds4q.artifact.hfq import MAGIC
 from ds4q.artifact.receipt import SUFFIX
 from ds4q.artifact.writer import PARTIAL_SUFFIX
 from ds4q.registry.entries import Entry, Registry, Sidecar
-from ds4q.registry.names import ARTIFACT_SUFFIXES
+from ds4q.registry.names import ARTIFACT_SUFFIXES, fits
 from ds4q.registry.store import Store
 
 State = Literal[
@@ -105,14 +105,13 @@ def companions(file: str) -> dict[str, str]:
     if file.endswith(PARTIAL_SUFFIX):
         return {file + JOURNAL_SUFFIX: "journal"}
     stem, dot, suffix = file.rpartition(".")
-    if not stem:
-        return {file + SUFFIX: "receipt"}
-    return {
+    drafts = {
         f"{stem}-mtp{dot}{suffix}": "mtp",
         f"{stem}-dspark{dot}{suffix}": "dspark",
         f"{stem}.mtp": "mtp",
-        file + SUFFIX: "receipt",
     }
+    named = (drafts if stem else {}) | {file + SUFFIX: "receipt"}
+    return {name: kind for name, kind in named.items() if fits(name)}
 
 
 def artifacts(store: Store) -> set[str]:

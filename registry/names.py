@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds4q.registry.errors import UnsafeNameError
 
 MAX_NAME_BYTES = 255  # of one path component, on every file system in use
+MAX_FILE_BYTES = 240  # of a registered file: what a download adds must be a name, too
 
 ARTIFACT_SUFFIXES = frozenset(
     [
@@ -55,7 +56,8 @@ def plain_name(name: str, *, what: str, path: object = None) -> str:
     Raises
     ------
     UnsafeNameError : as ``inner_name``; or it begins or ends with a space, holds one of
-        ``<>:"|?*``, or is that of an unfinished download or of a registry document
+        ``<>:"|?*``, is that of an unfinished download or of a registry document, or leaves no room
+        for what an unfinished download adds to it
     """
     inner_name(name, what=what, path=path)
     if name != name.strip():
@@ -66,6 +68,8 @@ def plain_name(name: str, *, what: str, path: object = None) -> str:
         fault = "is that of an unfinished download"
     elif name.casefold() in DOCUMENTS:
         fault = "is that of a registry document"
+    elif len(name.encode("utf-8")) > MAX_FILE_BYTES:
+        fault = f"is longer than {MAX_FILE_BYTES} bytes"
     else:
         return name
     raise _unsafe(name, fault, what, path)
@@ -91,11 +95,16 @@ def inner_name(name: str, *, what: str, path: object = None) -> str:
         fault = "holds a separator"
     elif not name.isprintable():
         fault = "holds a character that does not print"
-    elif len(name.encode("utf-8")) > MAX_NAME_BYTES:
+    elif not fits(name):
         fault = f"is longer than {MAX_NAME_BYTES} bytes"
     else:
         return name
     raise _unsafe(name, fault, what, path)
+
+
+def fits(name: str) -> bool:
+    """Whether a name is short enough for a file of that name to be."""
+    return len(name.encode("utf-8", "surrogateescape")) <= MAX_NAME_BYTES
 
 
 def _unsafe(name: str, fault: str, what: str, path: object) -> UnsafeNameError:

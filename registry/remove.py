@@ -15,6 +15,7 @@ from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile, fsync_folder
 from ds4q.registry.entries import Entry, Registry
 from ds4q.registry.errors import RegistryError, UnknownTagError
 from ds4q.registry.installed import JOURNAL_SUFFIX, artifacts, companions, registered_files
+from ds4q.registry.names import fits
 from ds4q.registry.store import Identity, Store, identity_of
 
 
@@ -95,10 +96,8 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
     }
     kept |= {name: claimed[name] for name in found if name in beside & claimed.keys() - set(names)}
     going = [name for name in found if name not in kept]
-    receipts = [name + SUFFIX for name in going]
-    left = [
-        n for n in receipts if n not in wanted and n not in named_by and store.size(n) is not None
-    ]
+    receipts = {name + SUFFIX for name in going} - wanted.keys() - named_by.keys()
+    left = sorted(name for name in receipts if fits(name) and store.size(name) is not None)
     return Removal(
         files=tuple((name, found[name].st_size) for name in going),
         kept=tuple(kept.items()),

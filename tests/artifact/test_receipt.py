@@ -416,6 +416,17 @@ def test_renamed_artifact_is_known_by_size_and_digests(tmp_path: Path) -> None:
     assert found(renamed) == "x.hfq.receipt"
 
 
+@pytest.mark.parametrize("length", [247, 248, 255])
+def test_a_receipt_whose_name_cannot_be_is_looked_for_under_others(
+    length: int, tmp_path: Path
+) -> None:
+    path = artifact(tmp_path)
+    renamed = path.rename(tmp_path / f"{'x' * (length - 4)}.hfq")
+    assert found(renamed) is None
+    (tmp_path / "x.receipt").write_bytes(receipt_of(renamed).encode())
+    assert found(renamed) == "x.receipt"
+
+
 def test_renamed_and_damaged_artifact_still_finds_its_receipt(tmp_path: Path) -> None:
     path = artifact(tmp_path)
     receipt_path(path).write_bytes(receipt_of(path).encode())

@@ -190,6 +190,8 @@ def test_a_digest_in_upper_case_is_read_with_a_warning_and_refused_by_checks() -
         ({"mtp": {"file": "m"}}, "mtp: an MTP draft does not pair with the 0731 trunk"),
         ({"receipt": {"file": "m"}}, "receipt: file: not the trunk's receipt"),
         ({"file": "a\u202eb"}, "file: unsafe name"),
+        ({"file": "a" * 241}, "file: bad value: expected a plain file name of 240 bytes or less"),
+        ({"dspark": {"file": "é" * 121}}, "dspark: file: unsafe name: dspark file is longer than"),
     ],
 )
 def test_one_bad_entry_rejects_the_document(change: dict[str, Any], says: str) -> None:

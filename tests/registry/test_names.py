@@ -13,6 +13,7 @@ from ds4q.registry.entries import Registry
 from ds4q.registry.errors import UnsafeNameError
 from ds4q.registry.names import (
     ARTIFACT_SUFFIXES,
+    MAX_FILE_BYTES,
     MAX_NAME_BYTES,
     UNFINISHED_SUFFIXES,
     inner_name,
@@ -48,6 +49,7 @@ UNSAFE = {
     "Registry.JSON": "registry document",
     "registry.cache.json": "registry document",
     "é" * 128: f"longer than {MAX_NAME_BYTES} bytes",
+    "é" * 120 + "x": f"longer than {MAX_FILE_BYTES} bytes",
 }
 
 
@@ -71,9 +73,17 @@ def test_what_lies_in_a_folder_may_be_called_as_no_registered_file_is(tmp_path: 
     assert [stray.file for stray in found] == [" ", "a:b.hfq", "registry.json"]
 
 
-@pytest.mark.parametrize("name", ["deepseek-v4-flash-0731.fp4", "a b.hfq", "é" * 127, "-x", "x~"])
+@pytest.mark.parametrize("name", ["deepseek-v4-flash-0731.fp4", "a b.hfq", "é" * 120, "-x", "x~"])
 def test_a_plain_name_is_given_back(name: str) -> None:
     assert plain_name(name, what="file") == name
+
+
+def test_the_longest_name_of_a_registered_file_leaves_room_for_its_download() -> None:
+    longest = "x" * MAX_FILE_BYTES
+    assert plain_name(longest, what="file") == longest
+    assert all(inner_name(longest + suffix, what="file") for suffix in UNFINISHED_SUFFIXES)
+    with pytest.raises(UnsafeNameError):
+        inner_name(f"x{longest}{max(UNFINISHED_SUFFIXES, key=len)}", what="file")
 
 
 @given(st.text(max_size=300))

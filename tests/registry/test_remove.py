@@ -143,6 +143,15 @@ def test_what_is_no_artifact_has_no_companions(registry: Registry, tmp_path: Pat
     assert gone(registry, store, "m") == ["m.receipt", "m"], "by its first bytes"
 
 
+@pytest.mark.parametrize("length", [245, 250, 255])
+def test_a_companion_whose_name_cannot_be_is_not_there(
+    registry: Registry, tmp_path: Path, length: int
+) -> None:
+    name = "x" * (length - 4) + ".hfq"
+    store = filled(tmp_path / "m", {name: b"x"})
+    assert gone(registry, store, name) == [name]
+
+
 def shared() -> Registry:
     draft = sidecar("d.fp4", b"draft")
     return registry_of(
