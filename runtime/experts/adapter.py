@@ -38,6 +38,7 @@ from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import AdapterError
+from ds4q.runtime.experts.regular import open_regular
 
 F32 = npt.NDArray[np.float32]
 
@@ -219,7 +220,7 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
         damaged, or of numbers that are not finite. Counts are checked against the file's length
         before anything is allocated.
     """
-    with open(path, "rb") as file:
+    with open_regular(path, AdapterError, "an expert predictor") as file:
         nbytes = os.fstat(file.fileno()).st_size
         version, n, d, e, rank = _read_head(file, path)
         about_raw = _read_about(file, nbytes, path) if version == VERSION else b""

@@ -7,7 +7,6 @@ bytes, and none of them can change unnoticed.
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -17,6 +16,7 @@ import xxhash
 from ds4q.artifact.errors import MetadataError
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.errors import ProfileError, TraceError
+from ds4q.runtime.experts.regular import open_regular
 from ds4q.runtime.experts.trace import Trace
 
 FORMAT = "ds4q.profile.v2"
@@ -116,12 +116,8 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def _parse(path: str | os.PathLike[str]) -> dict[str, Any]:
-    def at_once(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NONBLOCK)  # a named pipe must not hang the open
-
-    with open(path, "rb", opener=at_once) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PROFILE_BYTES:
+    with open_regular(path, ProfileError, "a warm-start profile") as file:
+        if os.fstat(file.fileno()).st_size > MAX_PROFILE_BYTES:
             raise ProfileError("not a warm-start profile", path=path)
         raw = file.read()
     try:

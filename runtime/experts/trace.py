@@ -24,6 +24,7 @@ from ds4q.artifact.hfq import Reader
 from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.header import Header, read_header
 from ds4q.runtime.experts.newfile import NewFile
+from ds4q.runtime.experts.regular import open_regular
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 MAX_RECORD_BYTES = 256 << 20
@@ -249,12 +250,12 @@ class Trace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        with self.path.open("rb") as file:
+        with open_regular(self.path, TraceError, "a trace") as file:
             self.header = read_header(file, self.path)
             self._start = file.tell()
 
     def __iter__(self) -> Iterator[Record]:
-        with self.path.open("rb") as file:
+        with open_regular(self.path, TraceError, "a trace") as file:
             file.seek(self._start)
             yield from _Records(file, self.path, self.header)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,20 @@ def test_a_trace_cut_short_is_one_line(trace: Path, command: list[str], tmp_path
     assert result.exit_code == 1
     assert f"{trace}: the trace is cut short, in record" in result.stderr
     assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("command", [["replay"], ["profile", "-o", "x"]])
+def test_a_trace_is_not_read_from_a_pipe(trace: Path, command: list[str], tmp_path: Path) -> None:
+    out, into = os.pipe()
+    os.write(into, trace.read_bytes()[:1000])
+    words = [str(tmp_path / word) if word == "x" else word for word in command]
+    result = ds4q(words[0], f"/dev/fd/{out}", *words[1:])
+    os.close(out)
+    os.close(into)
+    assert (result.exit_code, result.stdout) == (1, "")
+    says = f"/dev/fd/{out}: not a trace: not a regular file; give a file (not a pipe)\n"
+    assert result.stderr == f"ds4q: error: {says}"
     assert not (tmp_path / "x").exists()
 
 
