@@ -1,6 +1,7 @@
 """Owns the pairing of a compiled kernel with its numpy reference. Knows no format and no model.
 
-``DS4Q_REFERENCE=1`` is read at each call, so one process can run both sides. Every pair is listed
+``DS4Q_REFERENCE=1`` is read when a pair is called, so one process can run both sides; ``steady``
+holds what was read. Every pair is listed
 in ``PAIRS``; a test runs each pair of codecs on the same input and compares the bytes.
 """
 
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -24,9 +27,24 @@ _ROOT = Path(__file__).parents[1]
 PAIRS: list[FastPath[Any, Any]] = []
 
 
+_steady = threading.local()
+
+
 def reference_wanted() -> bool:
     """True while ``DS4Q_REFERENCE=1`` asks for the numpy paths."""
-    return os.environ.get("DS4Q_REFERENCE") == "1"
+    held: bool | None = getattr(_steady, "wanted", None)
+    return os.environ.get("DS4Q_REFERENCE") == "1" if held is None else held
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """Within, this thread does not look again: a look takes 1 us, a step calls 200 kernels."""
+    before = getattr(_steady, "wanted", None)
+    _steady.wanted = reference_wanted()
+    try:
+        yield
+    finally:
+        _steady.wanted = before
 
 
 class FastPath(Generic[P, R]):

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact.fastpath import steady
 from ds4q.artifact.hfq import ARCH_DEEPSEEK4, Reader
 from ds4q.runtime import kv
 from ds4q.runtime.backend.cpu import CpuBackend
@@ -232,6 +233,7 @@ class Engine:
         kv.load(state, snapshot)
         return state
 
+    @steady()
     def forward(
         self,
         state: State,
@@ -272,6 +274,7 @@ class Engine:
             state.position += len(batch)
         return out
 
+    @steady()
     def forward_many(
         self, parts: Sequence[tuple[State, Sequence[int] | npt.NDArray[np.integer[Any]]]]
     ) -> F32:

@@ -103,6 +103,11 @@ class CompressorCache:
         self.entries = Entries(width, expected, stored)
         self._ratio = ratio
 
+    def put(self, first: int, values: F32, gates: F32) -> None:
+        """Write the raw rows of positions ``first`` on; a batch of them at most."""
+        _put(self.values, first, values)
+        _put(self.gates, first, gates)
+
     def rows(self, position: int) -> list[Rows]:
         """Copies of what steps from ``position`` on read: raw values, gates, and entries."""
         first = self._first(position)

@@ -293,6 +293,7 @@ def multiply_rows(
         pairs = first + (last - first) // ROWS * ROWS
         start, end = starts[e], starts[e + 1]
         fours = start + (end - start) // TOKENS * TOKENS
+        twos = fours + (end - fours) // 2 * 2
         for i in range(start, fours, TOKENS):
             x0, x1 = x + reads[i] * x_bytes, x + reads[i + 1] * x_bytes
             x2, x3 = x + reads[i + 2] * x_bytes, x + reads[i + 3] * x_bytes
@@ -302,9 +303,17 @@ def multiply_rows(
                 y = dots(decoder, row, row + row_bytes, row_bytes, levels, (x0, x1, x2, x3))
                 out[y0, r], out[y1, r], out[y2, r], out[y3, r] = y[:4]
                 out[y0, r + 1], out[y1, r + 1], out[y2, r + 1], out[y3, r + 1] = y[4:]
-        for i in range(start, end):  # what the tiles leave: last tokens, a last odd row
+        for i in range(fours, twos, 2):  # in a batch of a few tokens, most experts have one or two
+            x0, x1 = x + reads[i] * x_bytes, x + reads[i + 1] * x_bytes
+            y0, y1 = writes[i], writes[i + 1]
+            for r in range(first, pairs, ROWS):
+                row = address + r * row_bytes
+                z = dots(decoder, row, row + row_bytes, row_bytes, levels, (x0, x1))
+                out[y0, r], out[y1, r] = z[:2]
+                out[y0, r + 1], out[y1, r + 1] = z[2:]
+        for i in range(start, end):  # what the tiles leave: a last token, a last odd row
             x0, y0 = x + reads[i] * x_bytes, writes[i]
-            for r in range(pairs if i < fours else first, last, ROWS):
+            for r in range(pairs if i < twos else first, last, ROWS):
                 row, more = address + r * row_bytes, r < pairs
                 other = row + row_bytes if more else row
                 y = dots(decoder, row, other, row_bytes, levels, (x0,))

@@ -4,7 +4,7 @@ At ratio 4 a window also looks at the one before it: raw rows are twice as wide,
 the first half of the older window's columns with the second half of its own. An entry exists once
 its last token has been seen; an incomplete tail emits nothing.
 
-T tokens, R ratio, w entry width, C raw columns (w, or 2 w where windows overlap).
+R ratio, w entry width, C raw columns (w, or 2 w where windows overlap).
 """
 
 from __future__ import annotations
@@ -18,46 +18,39 @@ from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.runtime.kv import CompressorCache
 from ds4q.runtime.kvtype import Rows, narrow
 from ds4q.runtime.model.norm import norm_row, rms_norm_reference
-from ds4q.runtime.model.parts import Parts, Step
+from ds4q.runtime.model.parts import Parts, Places, Step
 from ds4q.runtime.model.rope import rotate_reference, rotate_row
 
 F32 = npt.NDArray[np.float32]
 
 
-def append_entries_reference(
-    values: F32,
-    gates: F32,
-    ape: F32,
+def pool_reference(
+    value_ring: F32,
+    gate_ring: F32,
+    ratio: int,
     norm_weight: F32,
     eps: float,
     cos: F32,
     sin: F32,
     first: int,
-    value_ring: F32,
-    gate_ring: F32,
     entries: F32,
 ) -> None:
-    """Take raw rows of positions ``first`` on; write every entry that they complete.
+    """Write entries ``first`` on, of windows whose raw rows are all there.
 
     Parameters
     ----------
-    values, gates : f32 [T, C], the two projections of the tokens
-    ape : f32 [R, C], added to a gate row by its place in the window
+    value_ring, gate_ring : f32 [capacity, C], raw rows by position; gates with what is added by
+        place in the window
     norm_weight : f32 [w]
-    cos, sin : f32 [windows, pairs] at the first token of each window completed here
-    value_ring, gate_ring : f32 [capacity, C], raw rows by position; gates with ape. The capacity
-        holds this batch and the two windows (one without overlap) that it may complete
-    entries : f32 [windows completed here, w], written in place
+    cos, sin : f32 [windows, pairs] at the first token of each window
+    entries : f32 [windows, w], written in place
     """
-    ratio, width = len(ape), len(norm_weight)
-    positions = first + np.arange(len(values))
-    value_ring[positions % len(value_ring)] = values
-    gate_ring[positions % len(gate_ring)] = gates + ape[positions % ratio]
-    for i, number in enumerate(range(first // ratio, (first + len(values)) // ratio)):
-        start = number * ratio
+    width = len(norm_weight)
+    for i in range(len(entries)):
+        start = (first + i) * ratio
         own = np.arange(start, start + ratio) % len(value_ring)
         value, gate = value_ring[own, -width:], gate_ring[own, -width:]  # [R, w]
-        if values.shape[1] > width and number > 0:
+        if value_ring.shape[1] > width and start > 0:
             before = np.arange(start - ratio, start) % len(value_ring)
             value = np.concatenate([value_ring[before, :width], value])
             gate = np.concatenate([gate_ring[before, :width], gate])
@@ -68,7 +61,7 @@ def append_entries_reference(
 
 
 @jit
-def _pool(
+def _mix(
     value_ring: F32,
     gate_ring: F32,
     start: int,
@@ -106,42 +99,30 @@ def _pool(
 
 
 @jit
-def _append_entries_fast(
-    values: F32,
-    gates: F32,
-    ape: F32,
+def _pool_fast(
+    value_ring: F32,
+    gate_ring: F32,
+    ratio: int,
     norm_weight: F32,
     eps: float,
     cos: F32,
     sin: F32,
     first: int,
-    value_ring: F32,
-    gate_ring: F32,
     entries: F32,
 ) -> None:
-    ratio, width = ape.shape[0], norm_weight.shape[0]
-    overlap = values.shape[1] > width
+    width = norm_weight.shape[0]
+    overlap = value_ring.shape[1] > width
     top = np.empty(width, dtype=np.float32)
     total = np.empty(width, dtype=np.float32)
-    done = 0
-    for t in range(values.shape[0]):
-        position = first + t
-        slot = position % value_ring.shape[0]
-        value, gate, shift = value_ring[slot], gate_ring[slot], ape[position % ratio]
-        for i in range(values.shape[1]):
-            value[i] = values[t, i]
-            gate[i] = gates[t, i] + shift[i]
-        if (position + 1) % ratio == 0:
-            own = position + 1 - ratio
-            start = own - ratio if overlap and own > 0 else own
-            entry = entries[done]
-            _pool(value_ring, gate_ring, start, own, position + 1, top, total, entry)
-            norm_row(entry, norm_weight, eps, entry)
-            rotate_row(entry, cos[done], sin[done])
-            done += 1
+    for i in range(entries.shape[0]):
+        own, entry = (first + i) * ratio, entries[i]
+        start = own - ratio if overlap and own > 0 else own
+        _mix(value_ring, gate_ring, start, own, own + ratio, top, total, entry)
+        norm_row(entry, norm_weight, eps, entry)
+        rotate_row(entry, cos[i], sin[i])
 
 
-append_entries = FastPath(append_entries_reference, _append_entries_fast)
+pool = FastPath(pool_reference, _pool_fast)
 
 
 class Compressor:
@@ -171,25 +152,27 @@ class Compressor:
         """
         places = step.places[self._ratio]
         values = self._backend.linear(self._wkv, x)
-        gates = self._backend.linear(self._wgate, x)
-        made = np.empty((len(places.window_cos), len(self._norm)), np.float32)
+        gates = self._backend.linear(self._wgate, x) + self._ape[places.in_window]
         held = []
         for span, cache, windows in zip(step.spans, caches, places.windows, strict=True):
-            append_entries(
-                values[span.rows],
-                gates[span.rows],
-                self._ape,
-                self._norm,
-                self._eps,
-                places.window_cos[windows],
-                places.window_sin[windows],
-                span.first,
-                cache.values,
-                cache.gates,
-                made[windows],
-            )
+            cache.put(span.first, values[span.rows], gates[span.rows])
             if windows.start < windows.stop:
-                entries = narrow(made[windows], cache.entries.rows.dtype)
-                cache.entries.put(span.first // self._ratio, entries)
+                self._complete(span.first // self._ratio, places, windows, cache)
             held.append(cache.entries.rows)
         return held
+
+    def _complete(self, first: int, places: Places, windows: slice, cache: CompressorCache) -> None:
+        """Make the entries ``first`` on, of a span's ``windows``."""
+        made = np.empty((windows.stop - windows.start, len(self._norm)), np.float32)
+        pool(
+            cache.values,
+            cache.gates,
+            self._ratio,
+            self._norm,
+            self._eps,
+            places.window_cos[windows],
+            places.window_sin[windows],
+            first,
+            made,
+        )
+        cache.entries.put(first, narrow(made, cache.entries.rows.dtype))

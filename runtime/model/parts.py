@@ -94,7 +94,7 @@ class Places:
 
     ``cos``, ``sin`` [T, pairs] at the tokens; ``window_cos``, ``window_sin`` [windows, pairs] at
     the first token of each window that the step completes, and ``windows`` those of each span;
-    ``counts`` [T] entries each token sees.
+    ``counts`` [T] entries each token sees, ``in_window`` [T] its place in its window.
     """
 
     ratio: int
@@ -104,6 +104,7 @@ class Places:
     window_sin: F32
     windows: list[slice]
     counts: I64
+    in_window: I64
 
     @staticmethod
     def of(
@@ -112,18 +113,19 @@ class Places:
         """Places of ``positions`` [T], which are those of ``spans``."""
         cos, sin = rope.turns(frequencies, positions)
         if not ratio:
-            none = [slice(0, 0)] * len(spans)
-            return Places(0, cos, sin, cos[:0], sin[:0], none, np.zeros_like(positions))
+            none, zeros = [slice(0, 0)] * len(spans), np.zeros_like(positions)
+            return Places(0, cos, sin, cos[:0], sin[:0], none, zeros, zeros)
         windows: list[slice] = []
         done = 0
         for span in spans:
             completed = span.end // ratio - span.first // ratio
             windows.append(slice(done, done + completed))
             done += completed
+        in_window = positions % ratio
         turned = cos[:0], sin[:0]
         if done:
-            turned = rope.turns(frequencies, positions[positions % ratio == ratio - 1] + 1 - ratio)
-        return Places(ratio, cos, sin, *turned, windows, (positions + 1) // ratio)
+            turned = rope.turns(frequencies, positions[in_window == ratio - 1] + 1 - ratio)
+        return Places(ratio, cos, sin, *turned, windows, (positions + 1) // ratio, in_window)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from ds4q.artifact import fastpath, formats
-from ds4q.artifact.fastpath import PAIRS, FastPath, jit, reference_wanted
+from ds4q.artifact.fastpath import PAIRS, FastPath, jit, reference_wanted, steady
 from tests.checks import Array, check_parity, same_bits
 
 
@@ -75,6 +76,22 @@ def test_the_switch_is_read_at_each_call(
         assert reference_wanted() is (side == "reference")
         monkeypatch.setenv("DS4Q_REFERENCE", "1")
         assert pair(3) == "reference 3 0"
+
+
+def test_a_step_holds_what_was_read(
+    pair: FastPath[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its own thread, for its own time, and through an error."""
+    monkeypatch.setenv("DS4Q_REFERENCE", "1")
+    with steady():
+        monkeypatch.setenv("DS4Q_REFERENCE", "0")
+        assert pair(1) == "reference 1 0"
+        with pytest.raises(ZeroDivisionError), steady():
+            raise ZeroDivisionError
+        assert pair(1) == "reference 1 0"
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(pair, 1).result() == "fast 1 0"
+    assert pair(1) == "fast 1 0"
 
 
 def test_a_pair_looks_like_its_reference(pair: FastPath[..., str]) -> None:

@@ -103,6 +103,17 @@ def test_linear_does_not_depend_on_threads(
     same_bits(CpuBackend(threads).linear(weight, x), alone)
 
 
+@pytest.mark.parametrize("kind", packs.KINDS, ids=packs.name)
+def test_linear_does_not_depend_on_tokens(fast: None, kind: packs.Kind) -> None:
+    """Tiles of four and two tokens and single ones; the last row of an odd number is alone."""
+    weight, _ = packs.draw(kind, 35, packs.columns(kind, 3), seed=3)
+    x = packs.activations(7, weight.cols)
+    backend = CpuBackend(1)
+    alone = np.concatenate([backend.linear(weight, x[t : t + 1]) for t in range(7)])
+    for tokens in range(2, 8):
+        same_bits(backend.linear(weight, x[:tokens]), alone[:tokens])
+
+
 @pytest.mark.parametrize("mixed", [False, True], ids=["one type", "mixed types"])
 def test_each_slot_is_its_expert_alone(path: str, mixed: bool) -> None:
     experts = draw_mixed(256, 256) if mixed else draw_experts(5, 128, 256)

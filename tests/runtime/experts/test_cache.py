@@ -33,7 +33,7 @@ def needs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def slots(path: Path, **options: Any) -> int:
     """Slots of a layer that an automatic cache gets."""
     auto = CacheOptions(budget="auto")
-    sizes = {"max_context": CONTEXT, "batch_tokens": BATCH}
+    sizes: dict[str, Any] = {"max_context": CONTEXT, "batch_tokens": BATCH}
     with Engine.load(path, threads=1, cache=auto, **sizes, **options) as engine:
         counters = engine.cache_counters()
     assert counters is not None

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds4q.runtime.kv import CompressorCache
+from ds4q.runtime.kvtype import STORED
 from ds4q.runtime.model import compressor, rope
 from ds4q.runtime.model.norm import rms_norm_reference
 
@@ -32,23 +34,22 @@ class Case:
 
     def run(self, cuts: list[int]) -> Array:
         longest = max(high - low for low, high in itertools.pairwise(cuts))
-        overlap = 2 if self.ratio == 4 else 1
-        rings = np.zeros((2, overlap * self.ratio + longest, self.values.shape[1]), dtype=F32)
+        cache = CompressorCache(self.ratio, self.width, longest, self.tokens, STORED["f32"])
         entries = np.full((self.tokens // self.ratio + 1, self.width), 7.0, dtype=F32)
         for low, high in itertools.pairwise(cuts):
             started, done = low // self.ratio, high // self.ratio
             cos, sin = rope.tables(FREQUENCIES, started * self.ratio, done - started, self.ratio)
-            compressor.append_entries(
-                self.values[low:high],
-                self.gates[low:high],
-                self.ape,
+            places = np.arange(low, high) % self.ratio
+            cache.put(low, self.values[low:high], self.gates[low:high] + self.ape[places])
+            compressor.pool(
+                cache.values,
+                cache.gates,
+                self.ratio,
                 self.norm,
                 1e-6,
                 cos,
                 sin,
-                low,
-                rings[0],
-                rings[1],
+                started,
                 entries[started:done],
             )
         return entries
