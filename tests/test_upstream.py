@@ -134,6 +134,16 @@ def test_the_command_line_inspects_verifies_runs_and_pages(trunk: Path) -> None:
     assert json.loads(paged.stdout)["cache"]["slots"] == 4
 
 
+def test_bytes_behind_the_last_payload_are_told(trunk: Path, tmp_path: Path) -> None:
+    """The format allows them, and a file of upstream's says nowhere where it ends."""
+    longer = tmp_path / "longer.mq2lloyd"
+    longer.write_bytes(trunk.read_bytes() + b"junk" * 250)
+    report = ds4q("verify", longer)
+    assert report.exit_code == 0
+    assert "structure: 1000 bytes follow the last payload" in report.stdout
+    assert "follow the last payload" not in ds4q("verify", trunk).stdout
+
+
 # ------------------------------------------------------------------ on a device
 
 
