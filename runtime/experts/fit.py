@@ -57,9 +57,17 @@ def pairs(trace: Trace, routers: dict[int, RouterRecord] | None = None) -> Itera
 
     Raises
     ------
-    TraceError : the trace holds no states, or not those of both layers
+    TraceError : the trace holds no states, not those of both layers, or those of one rank
     """
-    wanted = sources(trace.header)
+    header, wanted = trace.header, sources(trace.header)
+    if header.held < header.experts:
+        raise TraceError(
+            "the trace is of one rank, whose states are not the model's",
+            path=trace.path,
+            expected=f"of a run that held all {header.experts} experts",
+            found=f"{header.owned[0]} to {header.owned[1] - 1}",
+            remedy="record it without --expert-owner",
+        )
     last: StatesRecord | None = None
     for record in trace:
         if isinstance(record, RouterRecord) and routers is not None:
@@ -200,9 +208,9 @@ def train(
 
     Raises
     ------
-    TraceError : a trace cannot be read, or holds no states
-    AdapterError : traces of different models, states that nothing can be fitted to, or a ridge or
-        rank out of range
+    TraceError : a trace cannot be read, holds no states, or is of one rank
+    AdapterError : traces of different models or of one text, states that nothing can be fitted to,
+        or a ridge or rank out of range
     """
     if not LEAST_RIDGE <= ridge <= MOST_RIDGE or (rank is not None and rank < 1):
         raise AdapterError(
@@ -229,12 +237,21 @@ def train(
     rank = most if rank is None else min(rank, most)
     entries: dict[int, Entry] = {}
     at_once = max(1, sums_bytes // Sums.nbytes(header.hidden, header.experts))
-    texts: list[Texts] = []
+    texts: dict[str, Texts] = {}
     for start in range(0, len(layers), at_once):
         group = {layer: Sums(header.hidden, header.experts) for layer in layers[start:][:at_once]}
-        texts = []
+        texts = {}
         for trace in opened:
-            texts.append(_add_all(trace, group))
+            text = _add_all(trace, group)
+            digest = text.digest()
+            if digest in texts:
+                raise AdapterError(
+                    "the text of another of these traces, which would count twice",
+                    path=trace.path,
+                    found=f"the tokens of {opened[list(texts).index(digest)].path}",
+                    remedy="leave one of them out",
+                )
+            texts[digest] = text
             advance(start + at_once >= len(layers))
         for layer in list(group):
             entries[layer] = group.pop(layer).solve(ridge, rank)
@@ -244,8 +261,8 @@ def train(
         target=TARGET,
         normalisation=NORMALISATION,
         ridge=ridge,
-        tokens=sum(text.tokens for text in texts),
-        texts=tuple(text.digest() for text in texts),
+        tokens=sum(text.tokens for text in texts.values()),
+        texts=tuple(texts),
     )
     return Adapter(entries, about)
 

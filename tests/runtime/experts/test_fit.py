@@ -106,6 +106,26 @@ def test_several_traces_are_one_fit(trace: Path, tmp_path: Path) -> None:
     assert sum(heard) == 2
 
 
+def test_a_text_counts_once(trace: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    again.write_bytes(trace.read_bytes())
+    more = write_states(tmp_path / "more", truth(), seed=1)
+    for second in (trace, again):
+        says = ["the text of another of these traces", str(trace), "leave one of them out"]
+        check_refused(
+            AdapterError, lambda last=second: train([trace, more, last]), path=second, says=says
+        )
+
+
+def test_what_one_rank_made_of_a_text_is_refused(tmp_path: Path) -> None:
+    ranks = dataclasses.replace(header(), owned=(0, E // 2))
+    path = write_states(tmp_path / "r", truth(), head=ranks)
+    says = [f"held all {E} experts, found 0 to {E // 2 - 1}", "without --expert-owner"]
+    check_refused(TraceError, lambda: train([path]), path=path, says=says)
+    whole = train([write_states(tmp_path / "w", truth())])
+    check_refused(TraceError, lambda: evaluate(whole, read_trace(path)), path=path, says=says)
+
+
 def test_traces_of_different_models_are_refused(trace: Path, tmp_path: Path) -> None:
     other = write_states(tmp_path / "o", truth(), head=header("00" * 16))
     says = ["different models", "00" * 16]
