@@ -93,7 +93,6 @@ class ChatForm:
     def __init__(self, request: ChatRequest, model: str, tokenizer: Tokenizer) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        self._calls = 0
         stream = request.stream
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -115,11 +114,9 @@ class ChatForm:
             delta["reasoning_content"] = piece.reasoning
         if piece.content:
             delta["content"] = piece.content
-        if piece.calls:
-            first = self._calls
-            self._calls += len(piece.calls)
+        if piece.calls:  # all of an answer's, at its end
             delta["tool_calls"] = [
-                {"index": first + n, **_call(call)} for n, call in enumerate(piece.calls)
+                {"index": number, **_call(call)} for number, call in enumerate(piece.calls)
             ]
         return self._chunk(delta, finish_reason, self._extras(piece))
 

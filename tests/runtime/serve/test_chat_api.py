@@ -8,11 +8,13 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from ds4q.quantize.encoding import Encoding
 from ds4q.runtime.serve.documents import ChatChunk, ChatCompletion
-from tests.runtime.serve.scripted import BOS, EOS, USER
+from tests.runtime.serve.scripted import BOS, EOS, USER, ScriptedEngine
 from tests.runtime.serve.served import DSML_ID, MODEL, Served, events, serving
 
 THINK, THINK_END = 260, 261
@@ -241,16 +243,27 @@ def test_token_ids_are_told_to_those_who_ask(served: Served, stream: bool) -> No
     assert [token for each in choices for token in each.get("token_ids", ())] == [*b"ab", EOS]
 
 
-def test_a_seed_makes_draws_repeatable(served: Served) -> None:
-    served.script("")
-    served.engine.delay_s = 0
-    one, same, other = (
-        served.chat(temperature=2, seed=seed, max_tokens=50, return_token_ids=True).json()
-        for seed in (5, 5, -6)
-    )
-    ids = [each["choices"][0]["token_ids"] for each in (one, same, other)]
-    assert ids[0] == ids[1]
-    assert ids[0] == [EOS] or ids[0] != ids[2]
+class FlatEngine(ScriptedEngine):
+    """To which every token is as likely as any other."""
+
+    def _logits(self, ids: list[int]) -> npt.NDArray[np.float32]:
+        return np.zeros(self.vocab_size, np.float32)
+
+
+def test_a_seed_makes_draws_repeatable() -> None:
+    with serving(FlatEngine()) as served:
+
+        def draw(**fields: Any) -> list[int]:
+            response = served.chat(max_tokens=20, return_token_ids=True, **fields)
+            ids: list[int] = response.json()["choices"][0]["token_ids"]
+            return ids
+
+        assert draw(temperature=1, seed=5) == draw(temperature=1, seed=5)
+        assert draw(temperature=1, seed=5) != draw(temperature=1, seed=-5)
+        assert draw(temperature=1) != draw(temperature=1)
+        assert draw(temperature=0) == [0] * 20  # the lowest id on ties
+        assert draw() == [0] * 20  # the model's own temperature, which is 0
+        assert draw(temperature=1, top_p=0.001) == [0] * 20
 
 
 @pytest.fixture(scope="module")
