@@ -102,6 +102,7 @@ def check_early(
 def _check_names(registry: Registry, file: str, wish: Wish, given: Path | str) -> None:
     """``given`` is the file as the user spells it."""
     plain_name(file, what="name of the artifact")
+    _check_words(wish)
     tag = wish.tag
     if tag in registry.aliases:
         raise AddError(
@@ -126,6 +127,17 @@ def _check_names(registry: Registry, file: str, wish: Wish, given: Path | str) -
             found=file,
             remedy=f"choose another tag, or replace it: {again}",
         )
+
+
+def _check_words(wish: Wish) -> None:
+    """Refuse what JSON cannot hold."""
+    if wish.min_vram_gb is not None and not math.isfinite(wish.min_vram_gb):
+        raise AddError("min_vram_gb is not a number of gigabytes", found=wish.min_vram_gb)
+    for what, text in (("tag", wish.tag), ("description", wish.desc or "")):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise AddError(f"the {what} is not UTF-8 text", found=repr(text)) from None
 
 
 def default_tag(registry: Registry, file: str) -> str:
@@ -157,7 +169,7 @@ def add(
     Parameters
     ----------
     registry : all that is known, what stands at ``local`` included
-    local : the user's own registry; made where there is none
+    local : the user's own registry; made where there is none, and written to through a link
     dry_run : write nothing
     check_adapter : without it an adapter is taken to be the model's
     sha256 : gives the digest (hex) of a file
@@ -173,8 +185,9 @@ def add(
     described = _describe(file, wish, earlier, check_adapter, sha256)
     entry = described.entry
     _check_rules(registry, wish.tag, entry)
-    with nullcontext() if dry_run else _locked(local):
-        was, document = _after(local, wish.tag, entry)
+    place = Path(os.path.realpath(local))
+    with nullcontext() if dry_run else _locked(place):
+        was, document = _after(place, wish.tag, entry)
         text = canonical(document)
         problems = check_document(text.encode(), str(local), beneath=registry.entries)
         if problems:
@@ -182,8 +195,8 @@ def add(
                 "; ".join(map(str, problems)), path=local, remedy="mend the document first"
             )
         if was != entry and not dry_run:
-            write_whole(local, text)
-            fsync_folder(local.parent)
+            write_whole(place, text)
+            fsync_folder(place.parent)
     before = was or {}
     changed = sorted(k for k in {*entry, *before} if entry.get(k) != before.get(k))
     return Added(wish.tag, entry, local, was, tuple(changed), tuple(described.warnings))
@@ -191,14 +204,15 @@ def add(
 
 def forget(local: Path, tag: str) -> bool:
     """Take a tag out of the user's own registry; whether it was there. No file of a model goes."""
-    with _locked(local):
-        was, document = _after(local, tag, None)
+    place = Path(os.path.realpath(local))
+    with _locked(place):
+        was, document = _after(place, tag, None)
         if was is not None:
             if document["models"]:
-                write_whole(local, canonical(document))
+                write_whole(place, canonical(document))
             else:
-                local.unlink()  # a document holds one entry or more
-            fsync_folder(local.parent)
+                place.unlink()  # a document holds one entry or more
+            fsync_folder(place.parent)
     return was is not None
 
 

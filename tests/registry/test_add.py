@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -351,6 +352,28 @@ def test_unsafe_names_are_refused_early(home: Path, name: str) -> None:
     check_refused(UnsafeNameError, lambda: check_early(registry, name, TAG, 9))
 
 
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        (
+            Wish(TAG, min_vram_gb=float("nan")),
+            "min_vram_gb is not a number of gigabytes: found nan",
+        ),
+        (
+            Wish(TAG, min_vram_gb=float("inf")),
+            "min_vram_gb is not a number of gigabytes: found inf",
+        ),
+        (Wish(TAG, desc="a\udcffb"), "the description is not UTF-8 text"),
+        (Wish("a\udcffb"), "the tag is not UTF-8 text"),
+    ],
+)
+def test_words_that_a_document_cannot_hold_are_refused(
+    file: Path, local: Path, wish: Wish, says: str
+) -> None:
+    check_refused(AddError, lambda: added(local, file, wish), says=[says])
+    assert not local.exists()
+
+
 def test_a_tag_does_not_change_its_file_unasked(file: Path, local: Path) -> None:
     added(local, file)
     other = made(file.parents[1] / "other", "y.hfq", seed=1)
@@ -451,6 +474,26 @@ def test_forgetting_takes_the_entry_and_no_file(file: Path, local: Path) -> None
     assert not local.exists()
     assert not forget(local, "second")
     assert file.exists()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+def test_a_linked_registry_is_written_where_it_is_and_keeps_its_mode(
+    file: Path, local: Path, tmp_path: Path, mode: int
+) -> None:
+    real = tmp_path / "dotfiles" / "mine.json"
+    real.parent.mkdir()
+    local.symlink_to(real)
+    added(local, file)
+    assert local.is_symlink()
+    real.chmod(mode)
+    added(local, file, Wish(TAG, desc="mine"))
+    assert json.loads(real.read_text())["models"][TAG]["desc"] == "mine"
+    assert stat.S_IMODE(real.stat().st_mode) == mode
+    assert added(local, file, Wish("other")).path == local
+    assert forget(local, "other")
+    assert (local.is_symlink(), stat.S_IMODE(real.stat().st_mode)) == (True, mode)
+    assert forget(local, TAG)
+    assert (local.is_symlink(), real.exists()) == (True, False)
 
 
 def test_an_alias_goes_with_its_tag(local: Path, home: Path) -> None:
