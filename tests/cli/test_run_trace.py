@@ -98,7 +98,7 @@ def test_a_trace_that_no_longer_fits_is_one_line(
 ) -> None:
     path.write_bytes(b"")
     result = run(tiny_artifact, "-q", "--max-tokens", 200, "--trace", path, "--trace-states")
-    failed(result, f"{path}: cannot be written: {os.strerror(errno.EFBIG)}; make room there")
+    failed(result, f"{path}: cannot be written: {os.strerror(errno.EFBIG)}; choose another")
     assert path.read_bytes() == b""
     assert names(path) == [path.name]
 

@@ -74,20 +74,21 @@ def test_a_file_that_is_not_ours_stays(path: Path, mine: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "what"),
     [
-        Path.mkdir,
-        os.mkfifo,
-        lambda path: path.symlink_to("elsewhere"),
-        lambda path: path.symlink_to(path.parent),
+        (Path.mkdir, "a folder"),
+        (os.mkfifo, "a file that ds4q did not leave"),
+        (lambda path: path.symlink_to("elsewhere"), "a link"),
+        (lambda path: path.symlink_to(path.parent), "a link"),
     ],
 )
 def test_nor_is_anything_else_of_that_name_touched(
-    path: Path, make: Callable[[Path], object]
+    path: Path, make: Callable[[Path], object], what: str
 ) -> None:
     make(partial(path))
     before = os.lstat(partial(path))
-    check_refused(WriteError, lambda: NewFile(path))
+    says = [f"{what} stands where the unfinished file would; move it away, or choose another"]
+    check_refused(WriteError, lambda: NewFile(path), path=partial(path), says=says)
     assert os.path.samestat(os.lstat(partial(path)), before)
     assert names(path) == [partial(path).name]
 
@@ -104,8 +105,43 @@ def test_what_a_killed_run_left_is_replaced(path: Path) -> None:
 
 def test_no_folder_is_one_error(tmp_path: Path) -> None:
     path = tmp_path / "no" / "x"
-    says = [os.strerror(errno.ENOENT), "choose another output"]
+    says = [f"there is no folder '{tmp_path / 'no'}'; make it, or choose another output"]
     check_refused(WriteError, lambda: NewFile(path), path=path, says=says)
+    (tmp_path / "no").write_bytes(b"a file")
+    check_refused(WriteError, lambda: NewFile(path), path=path, says=says)
+
+
+def test_a_name_too_long_for_the_unfinished_file_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 250)
+    says = [os.strerror(errno.ENAMETOOLONG), "choose a shorter name: while it is written"]
+    check_refused(WriteError, lambda: NewFile(path), path=path, says=says)
+
+
+@pytest.mark.parametrize("earlier", [b"earlier", None])
+def test_a_link_leads_to_what_is_written(path: Path, tmp_path: Path, earlier: bytes | None) -> None:
+    there = tmp_path / "disk" / "there"
+    there.parent.mkdir()
+    if earlier is not None:
+        there.write_bytes(earlier)
+    path.symlink_to(Path("disk") / "there")
+    (tmp_path / "again").symlink_to(path)
+    with NewFile(tmp_path / "again") as new:
+        assert sorted(names(there)) == sorted([partial(there).name, *["there"] * bool(earlier)])
+        new.write(b"new")
+        new.publish()
+    assert there.read_bytes() == path.read_bytes() == b"new"
+    assert os.readlink(path) == "disk/there"
+    assert names(there) == ["there"]
+    assert names(path) == ["again", "disk", path.name]
+
+
+def test_what_can_be_no_file_is_refused_at_once(path: Path, tmp_path: Path) -> None:
+    path.symlink_to(path.name)
+    says = ["it is a link to itself", "choose another output"]
+    check_refused(WriteError, lambda: NewFile(path), path=path, says=says)
+    says = ["it is a folder", "choose another output"]
+    check_refused(WriteError, lambda: NewFile(tmp_path), path=tmp_path, says=says)
+    assert names(path) == [path.name]
 
 
 @pytest.fixture
@@ -122,7 +158,7 @@ def small_files() -> Iterator[None]:
 def test_a_file_that_grows_too_large_leaves_nothing(path: Path, small_files: None) -> None:
     path.write_bytes(b"earlier")
     with NewFile(path) as new:
-        says = [os.strerror(errno.EFBIG), "make room"]
+        says = [os.strerror(errno.EFBIG), "choose another output, where files may be longer"]
         check_refused(WriteError, lambda: new.write(bytes(5000)), path=path, says=says)
         assert names(path) == [path.name]
     assert path.read_bytes() == b"earlier"
