@@ -6,12 +6,14 @@ Fetches no file. ``huggingface_hub`` is imported when the hub is asked, and not 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds4q.registry.errors import HubError
 
 ENDPOINT = "https://huggingface.co"
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,12 @@ def look_up(repo: str, revision: str | None) -> HubRepo:
         info = HfApi(endpoint=endpoint, token=token or False, library_name="ds4q").model_info(
             repo, revision=revision, files_metadata=True
         )
-    except (HTTPError, OSError, ValueError, TypeError, LookupError) as error:
+    except (HTTPError, OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         said = str(error).strip().splitlines() or [""]
         raise HubError(path=repo, found=said[0] or type(error).__name__) from error
-    if not info.sha:
-        raise HubError("the hub names no commit of this repo", path=repo)
+    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
+        found = None if info.sha is None else repr(info.sha)
+        raise HubError("the hub names no commit of this repo", path=repo, found=found)
     files = {}
     for each in info.siblings or ():
         url = hf_hub_url(repo, each.rfilename, revision=info.sha, endpoint=endpoint)

@@ -102,6 +102,24 @@ def inner_name(name: str, *, what: str, path: object = None) -> str:
     raise _unsafe(name, fault, what, path)
 
 
+def inner_path(name: str, *, what: str, path: object = None) -> str:
+    """``name``, if it can only ever mean a file in or below the folder that it is joined to.
+
+    Parameters are those of ``plain_name``.
+
+    Raises
+    ------
+    UnsafeNameError : absolute; or an empty part, ``.`` or ``..``; or a backslash or NUL in it
+    """
+    if "\\" in name or "\0" in name:
+        fault = "holds a backslash or NUL"
+    elif not {"", ".", ".."}.isdisjoint(name.split("/")):
+        fault = "is no path inside a folder"
+    else:
+        return name
+    raise _unsafe(name, fault, what, path)
+
+
 def fits(name: str) -> bool:
     """Whether a name is short enough for a file of that name to be."""
     return len(name.encode("utf-8", "surrogateescape")) <= MAX_NAME_BYTES

@@ -21,6 +21,7 @@ from io import BufferedIOBase
 from typing import Any, Protocol
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
+from ds4q.artifact.errors import one_line
 from ds4q.registry.errors import RefusedError
 
 TIMEOUT_S = 30.0  # without a single byte
@@ -37,7 +38,7 @@ class TryAgain(Exception):
     """A request that failed and may succeed later, at the earliest after ``after_s`` seconds."""
 
     def __init__(self, what: str, after_s: float = 0.0) -> None:
-        super().__init__(what)
+        super().__init__(one_line(what))  # it may hold a server's own words
         self.after_s = after_s
 
 

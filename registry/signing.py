@@ -20,9 +20,9 @@ from ds4q.artifact.receipt import read_receipt, receipt_path
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.walk import ReceiptDigests
 from ds4q.registry.errors import RegistryError
-from ds4q.registry.names import plain_name
+from ds4q.registry.names import inner_path
 from ds4q.registry.sources import write_whole
-from ds4q.registry.store import digest_of
+from ds4q.registry.store import digest_of, opened
 
 if TYPE_CHECKING:
     from model_signing.manifest import Manifest
@@ -81,6 +81,7 @@ def sign(artifact: Path, key: Path, out: Path) -> dict[str, str]:
     if not check.ok:
         what = f"the receipt is another file's: {check.lines()[0]}"
         raise SigningError(what, path=artifact, remedy="verify the artifact first")
+    _check_regular(key)
     digests = {artifact.name: said.receipt.sha256, receipt.name: digest_of(receipt)}
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "signature")
@@ -123,10 +124,12 @@ def check_signature(
     def digest(name: str) -> str | None:
         if name in (artifact.name, WHOLE):
             return sha256
-        path = artifact.parent / plain_name(name, what="name in the signature", path=signature)
+        path = artifact.parent / inner_path(name, what="name in the signature", path=signature)
         return digest_of(path) if path.exists() else None
 
     asked, said = _Asked(digest), io.StringIO()
+    for path in (public_key, signature):
+        _check_regular(path)
     try:
         config = verifying.Config().set_hashing_config(asked).set_ignore_unsigned_files(True)
         config.use_elliptic_key_verifier(public_key=public_key)
@@ -193,6 +196,12 @@ def _manifest(digests: Mapping[str, str]) -> Manifest:
     how = {"method": "files", "hash_type": "sha256", "allow_symlinks": False}
     serialization = manifest.SerializationType.from_args(how)
     return manifest.Manifest(next(iter(digests), ""), items, serialization)
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse a named pipe, which the library would wait for. Raises as ``opened``."""
+    with opened(path):
+        pass
 
 
 def _words(error: Exception) -> str:

@@ -77,6 +77,8 @@ def answer(status: int, body: bytes, **headers: str) -> Any:
         (200, b"<html>a portal</html>", ""),
         (200, b"[]", ""),
         (200, b'{"id": "owner/name"}', ""),
+        (200, b"[" * 100_000, ""),
+        (200, b'{"a":' * 5000 + b"1" + b"}" * 5000, ""),
     ],
 )
 def test_an_answer_without_the_repo_is_one_line(
@@ -86,6 +88,12 @@ def test_an_answer_without_the_repo_is_one_line(
     hub.pages[f"/api/models/{REPO}"] = answer(status, body, **headers)
     error = check_refused(HubError, lambda: look_up(REPO, None), path=REPO)
     assert "hf_secret" not in str(error)
+
+
+@pytest.mark.parametrize("commit", [None, "", "main", "../../x", COMMIT[:-1], COMMIT.upper(), 5])
+def test_what_is_no_commit_is_refused(commit: Any, hub: Server) -> None:
+    hub.pages[f"/api/models/{REPO}"] = hub_page({}, commit)
+    check_refused(HubError, lambda: look_up(REPO, None), path=REPO, says=["names no commit"])
 
 
 def test_a_hub_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

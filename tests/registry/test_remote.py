@@ -175,19 +175,29 @@ def test_a_refusal_is_final(status: int, server: Server) -> None:
     assert "secret" not in str(error)
 
 
-def test_an_answer_that_is_no_http() -> None:
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "SSH-2"),
+        (b"HTTP/1.1 503 \x1b[31m\x07\0\r\n\r\n", "HTTP 503 \\x1b[31m\\x07\\x00"),
+        (b"\x1b[31mHTTP\r\n", "\\x1b[31mHTTP"),
+    ],
+)
+def test_an_answer_that_is_none_is_told_without_escapes(raw: bytes, says: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             with listener.accept()[0] as connection:
                 connection.recv(1 << 16)
-                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                connection.sendall(raw)
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(TryAgain, match="SSH"):
+        with pytest.raises(TryAgain) as caught:
             read(f"http://127.0.0.1:{listener.getsockname()[1]}/a.fp4", {})
         thread.join()
+    assert says in str(caught.value)
+    assert str(caught.value).isprintable()
 
 
 # --- local files ------------------------------------------------------------------------------

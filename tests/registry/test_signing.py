@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from ds4q.artifact.errors import ReceiptError
 from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.report import Check, Report
+from ds4q.registry.errors import RegistryError
 from ds4q.registry.signing import (
     NoSigningError,
     SigningError,
@@ -227,7 +229,9 @@ def test_a_signature_of_other_files_is_red(artifact: Path, key: Path) -> None:
     assert "does not cover other.hfq" in line
 
 
-@pytest.mark.parametrize("name", ["../outside", "sub/x", "/etc/hostname"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "sub/../../outside", "sub/./x", "/etc/hostname", "..\\outside", "a\0b"]
+)
 def test_a_signed_name_leads_nowhere_else(name: str, artifact: Path, key: Path) -> None:
     from model_signing import signing
 
@@ -238,6 +242,33 @@ def test_a_signed_name_leads_nowhere_else(name: str, artifact: Path, key: Path) 
     config.sign(artifact.parent, signature_path(artifact))
     (line,) = faults(artifact, key.with_suffix(".pub"))
     assert "unsafe name" in line or "not a valid signature" in line
+
+
+def test_a_signature_of_a_folder_covers_what_lies_below_it(artifact: Path, key: Path) -> None:
+    from model_signing import signing
+
+    inner = artifact.parent / "sub" / "er" / "a:b .partial"
+    inner.parent.mkdir(parents=True)
+    inner.write_text("notes")
+    out = artifact.parent.with_name("theirs.sig")
+    signing.Config().use_elliptic_key_signer(private_key=key).sign(artifact.parent, out)
+    assert faults(artifact, key.with_suffix(".pub"), out) == []
+    inner.write_text("other notes")
+    (line,) = faults(artifact, key.with_suffix(".pub"), out)
+    assert "Hash mismatch" in line
+    assert "sub/er/a:b .partial" in line
+
+
+def test_a_named_pipe_is_not_waited_for(artifact: Path, key: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    out = signature_path(artifact)
+    call: Any = lambda: sign(artifact, pipe, out)  # noqa: E731
+    check_refused(RegistryError, call, path=pipe, says=["not a regular file"])
+    sign(artifact, key, out)
+    for public, signature in ((pipe, out), (key.with_suffix(".pub"), pipe)):
+        (line,) = faults(artifact, public, signature)
+        assert line == f"{pipe}: not a regular file"
 
 
 def test_a_damaged_signature_is_red_and_never_a_traceback(artifact: Path, key: Path) -> None:
