@@ -11,15 +11,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ds4q.artifact.writer import PartialFile, fsync_folder, write_durably
+from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile, fsync_folder, write_durably
 from ds4q.registry.errors import ExistsError, SpaceError, UnfinishedError
 
 FORMAT = "ds4q.blocks.v1"
+BEGINNING = b'{"format": "ds4q.blocks'  # of a journal, of whichever version
 SUFFIX = ".blocks"
 BLOCK_BYTES = 4 << 20
 MAX_JOURNAL_BYTES = 256 << 20
@@ -55,16 +57,21 @@ class Blocks:
     Raises
     ------
     LockedError : another process fetches the same file
-    UnfinishedError : a partial file without a journal of ours
+    UnfinishedError : a partial file without a journal of ours, a journal that is not ours, or in
+        the place of either what is no file
     """
 
     def __init__(self, final: Path) -> None:
         self.final = final
+        partial = final.with_name(final.name + PARTIAL_SUFFIX)
+        self.journal = partial.with_name(partial.name + SUFFIX)
+        for path in (partial, self.journal):
+            _check_place(path)
         self.file = PartialFile(final, 0)
-        self.journal = self.file.path.with_name(self.file.path.name + SUFFIX)
         self.about: About | None = None
         self.digests: dict[int, str] = {}
         self._append_to = -1
+        self._ours = True  # or there is none
         self._lock = threading.Lock()
         try:
             valid_bytes = self._read_journal()
@@ -73,6 +80,8 @@ class Blocks:
                 os.ftruncate(self._append_to, valid_bytes)
             elif os.fstat(self.file.fd).st_size:
                 raise UnfinishedError(path=self.file.path)
+            elif not self._ours:
+                raise UnfinishedError(path=self.journal)
         except BaseException:
             self.close()
             raise
@@ -154,6 +163,7 @@ class Blocks:
         lines = raw.split(b"\n")[:-1]  # what follows the last line break is torn
         self.about = _about(lines[0]) if lines else None
         if self.about is None:
+            self._ours = raw.startswith(BEGINNING) or BEGINNING.startswith(raw)  # or it is torn
             return 0
         self.file.file_bytes = self.about.size_bytes
         valid_bytes = len(lines[0]) + 1
@@ -161,6 +171,19 @@ class Blocks:
             self.digests[number] = digest
             valid_bytes += length
         return valid_bytes
+
+
+def _check_place(path: Path) -> None:
+    """Refuse what is no file: a folder, a pipe, or a link, which might lead anywhere."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}
+        kind = kinds.get(stat.S_IFMT(mode), "something that is no file")
+        remedy = "move it away, or name another folder with --models-dir"
+        raise UnfinishedError(f"{kind} stands where a download goes", path=path, remedy=remedy)
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:

@@ -128,11 +128,13 @@ def pull(
     commit = job.hub.commit if job.hub else None
     files = tuple(done for _, what in wanted if (done := states[what.file]) is not None)
     if job.failed:
+        errors = job.failed.values()
+        remedies = dict.fromkeys(error.remedy for error in errors if error.remedy)
         raise PullError(
             f"pulled without {', '.join(job.failed)}",
             path=entry.tag,
-            found="; ".join(str(error) for error in job.failed.values()),
-            remedy="pull again, or do without by --trunk-only",
+            found="; ".join(str(error).removesuffix(f"; {error.remedy}") for error in errors),
+            remedy=f"{' and '.join(remedies) or 'pull again'}; or do without by --trunk-only",
         )
     return Pulled(entry.tag, entry.repo, commit, files)
 

@@ -83,6 +83,44 @@ def test_a_journal_of_another_kind_is_not_ours(changes: dict[str, object], tmp_p
     assert blocks.file.path.read_bytes() == b"data"
 
 
+@pytest.mark.parametrize("text", [b"a user's notes\n", b"\xff", b"{}", b'{"format": "x"}\n'])
+def test_somebody_elses_journal_is_kept(text: bytes, tmp_path: Path) -> None:
+    journal = tmp_path / "a.fp4.partial.blocks"
+    journal.write_bytes(text)
+    check_refused(UnfinishedError, lambda: Blocks(tmp_path / "a.fp4"), path=journal)
+    assert os.listdir(tmp_path) == [journal.name]
+    assert journal.read_bytes() == text
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, 40, 10_000])
+def test_a_journal_of_ours_that_is_torn_is_begun_anew(length: int, tmp_path: Path) -> None:
+    """Power may fail while its first line is written, before the partial file has anything."""
+    blocks = Blocks(tmp_path / "a.fp4")
+    blocks.start(ABOUT)
+    blocks.close()
+    whole = blocks.journal.read_bytes()
+    blocks.journal.write_bytes(whole.rstrip()[:length])
+    again = Blocks(tmp_path / "a.fp4")
+    again.start(ABOUT)
+    again.close()
+    assert again.journal.read_bytes() == whole
+
+
+@pytest.mark.parametrize("suffix", [".partial", ".partial.blocks"])
+@pytest.mark.parametrize("kind", ["a link", "a folder", "something that is no file"])
+def test_what_is_no_file_is_no_download(suffix: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.fp4{suffix}"
+    if kind == "a link":
+        path.symlink_to("nowhere")
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    says = [f"{kind} stands where a download goes", "move it away"]
+    check_refused(UnfinishedError, lambda: Blocks(tmp_path / "a.fp4"), path=path, says=says)
+    assert os.listdir(tmp_path) == [path.name]
+
+
 @pytest.mark.parametrize(
     ("changes", "goes_on"),
     [

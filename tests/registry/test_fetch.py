@@ -563,9 +563,14 @@ def test_somebody_elses_partial_file_is_kept(
 def test_nothing_is_written_through_a_link(server: Server, digest: str, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(b"")
     (tmp_path / "a.fp4.partial").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
-        fetch(wanted(server, digest), tmp_path / "a.fp4")
+    check_refused(
+        UnfinishedError,
+        lambda: fetch(wanted(server, digest), tmp_path / "a.fp4"),
+        path=tmp_path / "a.fp4.partial",
+        says=["a link stands", "move it away"],
+    )
     assert (tmp_path / "elsewhere").read_bytes() == b""
+    assert server.requests == []
 
 
 def test_room_is_checked_before_anything_is_fetched(
