@@ -69,6 +69,8 @@ class HipEngine:
     cache : how routed experts are kept; None: all of them on the device
     layers : run the first so many only, then the head; None: all
     kv_type : how window rows and compressed entries are kept; all else is float32
+    sequences, beside_bytes : what a cache of experts that is sized by itself leaves room for: so
+        many sequences at once, and so many bytes of other things in the host's memory
 
     Attributes
     ----------
@@ -95,6 +97,8 @@ class HipEngine:
         cache: CacheOptions | None = None,
         layers: int | None = None,
         kv_type: KvType = "f32",
+        sequences: int = 1,
+        beside_bytes: int = 0,
     ) -> None:
         self.config = config = shortened(checked_config(reader), layers)
         self.metadata: Mapping[str, Any] = reader.metadata
@@ -112,6 +116,9 @@ class HipEngine:
             config, batch_tokens, self.max_context, max_context is not None, self._kv_type
         )
         self._snapshots = Snapshots(backend, self._caches)
+        self._left_bytes = sequences * self._caches.expected_bytes
+        if backend.device.unified:  # its memory is the host's
+            self._left_bytes += beside_bytes
         try:
             self._load(reader, progress, cache)
         except BaseException:
@@ -131,6 +138,8 @@ class HipEngine:
         layers: int | None = None,
         spread: Spread | None = None,
         kv_type: KvType = "f32",
+        sequences: int = 1,
+        beside_bytes: int = 0,
     ) -> Self:
         """Open the device that is found, and load an artifact onto it.
 
@@ -153,6 +162,8 @@ class HipEngine:
                     cache=cache,
                     layers=layers,
                     kv_type=kv_type,
+                    sequences=sequences,
+                    beside_bytes=beside_bytes,
                 )
             except BaseException:
                 backend.close()
@@ -374,7 +385,7 @@ class HipEngine:
         slots = experts.catalogue, experts.pools
         weights = plan_weights(config, source, reader.path, slots)
         needed = sum(layout.nbytes for layout in (*source.layouts, work))
-        if experts.size(self._backend.device, needed + self._caches.first_bytes):
+        if experts.size(self._backend.device, needed + self._left_bytes):
             self._close_cache()
             self._cache = None
             return self._planned(reader, None)

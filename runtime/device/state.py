@@ -15,6 +15,7 @@ from ds4q.hipkern.errors import HipError
 from ds4q.runtime.backend.hip import HipBackend
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.device.layout import Layout, Place
+from ds4q.runtime.engine import UNSIZED_CONTEXT_TOKENS
 from ds4q.runtime.errors import SequenceError
 from ds4q.runtime.kv import overlap, ring_rows, window_rows
 from ds4q.runtime.kvtype import STORED, KvType
@@ -61,7 +62,16 @@ class Caches:
     @property
     def first_bytes(self) -> int:
         """Device memory of a new sequence."""
-        return self.rings()[0].nbytes + self.entries(self.first_tokens)[0].nbytes
+        return self._bytes_of(self.first_tokens)
+
+    @property
+    def expected_bytes(self) -> int:
+        """Device memory that is left to a sequence where nobody says how long it gets."""
+        usual = min(self.limit_tokens, UNSIZED_CONTEXT_TOKENS)
+        return self._bytes_of(max(usual, self.first_tokens))
+
+    def _bytes_of(self, tokens: int) -> int:
+        return self.rings()[0].nbytes + self.entries(tokens)[0].nbytes
 
     def rings(self) -> tuple[Layout, list[_Rings]]:
         """Places of what does not grow."""

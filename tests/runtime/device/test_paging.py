@@ -14,7 +14,9 @@ from ds4q.artifact.errors import ReceiptError
 from ds4q.artifact.formats import codec_for
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.types import BF16, F16, HFP4G32, Q8F16
+from ds4q.hipkern.driver import Device
 from ds4q.hipkern.sim.control import Control
+from ds4q.runtime.device.expert_cache import ExpertCache
 from ds4q.runtime.device.paging import bands
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import CacheError, SpreadError
@@ -323,6 +325,25 @@ def test_a_profile_warms_the_cache(
     assert counts_of(warm)["warm"]["issued"] == LAYERS * CHOSEN
     same_bits(walk(warm), resident)
     assert counts_of(warm)["prefill"]["warm_hits"] > 0
+
+
+def test_slots_leave_room_for_the_sequences_that_are_named(
+    load: Load, micro_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    size = ExpertCache.size
+
+    def note(self: ExpertCache, device: Device, needed: int) -> bool:
+        asked.append(needed)
+        return size(self, device, needed)
+
+    monkeypatch.setattr(ExpertCache, "size", note)
+    options: dict[str, Any] = {"max_context": 64, "cache": CacheOptions(budget="auto")}
+    engine = load(micro_path, **options)
+    one = engine.new_state().nbytes
+    load(micro_path, **options, sequences=4, beside_bytes=1000)
+    assert engine.backend.device.unified  # or what lies in the host's memory would not count
+    assert asked[1] - asked[0] == 3 * one + 1000
 
 
 # ------------------------------------------------------------------ what a watcher sees

@@ -13,6 +13,7 @@ from ds4q.runtime import kv
 from ds4q.runtime.backend.hip import HipBackend
 from ds4q.runtime.config import parse_config
 from ds4q.runtime.device.state import LAYER_STATE, Caches, DeviceState
+from ds4q.runtime.engine import UNSIZED_CONTEXT_TOKENS
 from tests.checks import check_refused
 from tests.runtime.device.micro import CONFIG
 
@@ -109,6 +110,11 @@ def test_a_sequence_of_16_bits_takes_less(sim: Control) -> None:
     assert sizes["f16"] == sizes["bf16"]
 
 
-def test_a_sequence_without_a_known_length_starts_small(micro_path: Path) -> None:
+def test_a_sequence_without_a_known_length_starts_small_and_may_grow(micro_path: Path) -> None:
     grows, sized = (Caches(MODEL, 2, 1 << 20, sized=sized) for sized in (False, True))
     assert grows.first_bytes < sized.first_bytes / 50
+    assert sized.expected_bytes == sized.first_bytes
+    usual = Caches(MODEL, 2, UNSIZED_CONTEXT_TOKENS, sized=True)
+    assert grows.expected_bytes == usual.first_bytes
+    short = Caches(MODEL, 2, 64, sized=False)
+    assert short.expected_bytes == short.first_bytes
