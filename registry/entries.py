@@ -275,7 +275,7 @@ def update_registry(url: str | None = None) -> Registry:
     SourceError : neither ``url`` nor ``DS4Q_REGISTRY_URL`` is one, or the server fails
     DocumentError : what came is no registry; what was remembered stays
     """
-    url = url or sources.configured()
+    url = sources.configured() if url is None else url
     if url is None or not sources.is_remote(url):
         remedy = f"set {sources.URL_VARIABLE} or give --registry URL"
         found = None if url is None else sources.words_for(url)

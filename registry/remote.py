@@ -31,6 +31,7 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 PORTS = {"http": 80, "https": 443}
 SCHEMES = ("file", *PORTS)
 _HEAD_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:|HTTP/|\r?\n?\Z")
+_HOST = re.compile(r"[\w.~%:\[\]-]*")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
 
 
@@ -101,12 +102,19 @@ class Remote:
 
 
 def shown(url: str) -> str:
-    """``url`` for people: without credentials, and without a query, which may be a signature."""
+    """``url`` for people: without credentials, and without a query, which may be a signature.
+
+    Where its parts cannot be told for certain, any of it may be a secret, and none is shown.
+    """
     try:
         parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        readable = _HOST.fullmatch(host) and (host or parts.scheme == "file") and parts.port != 0
     except ValueError:
-        return "a URL that cannot be read"  # it may hold credentials all the same
-    return SplitResult(parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "").geturl()
+        readable = False
+    if not readable:
+        return "a URL that cannot be read"
+    return SplitResult(parts.scheme, host, parts.path, "", "").geturl()
 
 
 def _fault(url: str) -> str:

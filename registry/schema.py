@@ -22,8 +22,11 @@ MAX_NESTING = 32  # far from where Python gives up
 _TYPES = {"object": "a JSON object", "string": "text"}  # where a schema has no words of its own
 _SHOWN = 100  # characters of a value in a message
 _LOOKED_AT = 2048  # bytes of what is no JSON: no URL is longer
-_CREDENTIALS = re.compile(r'://(?:[^"\\]|\\.)*@')  # inside one JSON string; a password may hold '/'
-_QUERY = re.compile(r'(?<=://)([^"?#\\]*)[?#](?:[^"\\]|\\.)*')
+_URL = r"((?:(?i:https?):/?/?|://)"  # mistyped ones, too
+_CREDENTIALS = re.compile(
+    _URL + r')(?:[^"\\]|\\.)*@'
+)  # inside one JSON string; a password may hold '/'
+_QUERY = re.compile(_URL + r'[^"?#;\\]*)[?#;](?:[^"\\]|\\.)*')
 
 Kind = Literal["document", "curated", "listing"]
 
@@ -57,7 +60,7 @@ class Problem:
 
 
 def _without_secrets(text: str) -> str:
-    return _QUERY.sub(r"\1", _CREDENTIALS.sub("://", text))
+    return _QUERY.sub(r"\1", _CREDENTIALS.sub(r"\1", text))
 
 
 def shown(value: Any) -> str:

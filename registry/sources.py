@@ -56,9 +56,14 @@ def is_remote(origin: str) -> bool:
     return origin.lower().startswith(("http://", "https://"))
 
 
+def is_url(origin: str) -> bool:
+    """Whether ``origin`` is meant as a URL, and be it a mistyped one: else it is a path."""
+    return "://" in origin or origin.lower().startswith(("http:", "https:", "file:"))
+
+
 def words_for(origin: str) -> str:
     """A path or URL for messages: without what may be a secret."""
-    return shown(origin) if "://" in origin else origin
+    return shown(origin) if is_url(origin) else origin
 
 
 def bundled() -> bytes:
@@ -71,20 +76,29 @@ def read_file(origin: str) -> bytes:
 
     Raises
     ------
-    SourceError : another kind of URL, or no regular file there
+    SourceError : another kind of URL, an empty name, or no regular file there
     OSError : it cannot be read
     """
-    path = Path(origin)
-    if "://" in origin:
-        parts = urllib.parse.urlsplit(origin)
-        if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
-            expected = "a path, or a URL of http, https or file"
-            raise SourceError("unknown kind of URL", path=words_for(origin), expected=expected)
-        path = Path(urllib.request.url2pathname(parts.path))
+    path = _path_of(origin)
     if "\0" in str(path) or (path.exists() and not path.is_file()):  # a named pipe would hang
         raise SourceError("not a regular file", path=words_for(origin))
     with open(path, "rb") as file:
         return file.read(MAX_DOCUMENT_BYTES + 1)
+
+
+def _path_of(origin: str) -> Path:
+    expected = "a path, or a URL of http, https or file"
+    if not origin:
+        raise SourceError("the name of the registry is empty", expected=expected)
+    if not is_url(origin):
+        return Path(origin)
+    try:
+        parts = urllib.parse.urlsplit(origin)
+        if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+            return Path(urllib.request.url2pathname(parts.path))
+    except ValueError:  # it has no parts that could be told
+        pass
+    raise SourceError("unknown kind of URL", path=words_for(origin), expected=expected)
 
 
 def download(url: str) -> bytes:

@@ -93,11 +93,11 @@ def add(
 def _own_registry(origin: str | None) -> tuple[Registry, Path]:
     """What is known, and the document that takes new entries."""
     from ds4q.registry.entries import Registry
-    from ds4q.registry.sources import is_remote, local_registry_path
+    from ds4q.registry.sources import is_url, local_registry_path
 
     if origin is None:
         return load(None), local_registry_path()
-    if is_remote(origin) or "://" in origin:
+    if is_url(origin):
         raise click.BadParameter("name a file: a URL cannot be written to", param_hint="--registry")
     path = Path(origin)
     return (load(origin) if path.exists() else Registry({}, {}, "", origin)), path

@@ -151,6 +151,46 @@ def test_a_secret_of_a_url_is_not_told(web: str, monkeypatch: pytest.MonkeyPatch
         assert "hunter2" not in registry(*words, "--registry", whole).output, words
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http:/u:hunter2@127.0.0.1/ok?token=SECRET",
+        "https:u:hunter2@h/x?token=SECRET",
+        "HTTP:\\\\u:hunter2@h\\x?token=SECRET",
+        "http://127.0.0.1:1;token=SECRET/ok",
+        "http://host;token=SECRET/ok",
+        "http:///u:hunter2@h/x?token=SECRET",
+        "ftp://u:hunter2@[h/x?token=SECRET",
+    ],
+)
+def test_a_secret_of_a_mistyped_url_is_not_told(
+    url: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    adding = ["add", file, "--tag", "m"]
+    for words in (["list"], ["verify"], ["verify", "--json"], ["update"], ["status"], adding):
+        result = registry(*words, "--registry", url)
+        assert result.exit_code != 0
+        assert not any(secret in result.output for secret in ("hunter2", "SECRET")), words
+        assert "internal error" not in result.output
+    assert sorted(tmp_path.rglob("*")) == before, "no file is called so"
+    monkeypatch.setenv("DS4Q_REGISTRY_URL", url)
+    for words in (["list"], ["verify"], ["update"], ["status"], ["pull", "x"], adding):
+        result = registry(*words)
+        assert not any(secret in result.output for secret in ("hunter2", "SECRET")), words
+        assert "internal error" not in result.output
+
+
+def test_an_empty_name_of_a_registry_is_refused_for_what_it_is(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS4Q_REGISTRY_URL", "http://127.0.0.1:1/r.json")
+    for words in (["list"], ["verify"], ["add", file]):
+        assert "the name of the registry is empty" in refused(*words, "--registry", "")
+    assert "no URL to update the registry from" in refused("update", "--registry", "")
+
+
 def test_looking_never_opens_a_connection(added: Path, no_network: None) -> None:
     for words in (
         ["list"],

@@ -160,6 +160,8 @@ def test_a_secret_in_a_url_is_not_shown() -> None:
     with pytest.raises(DocumentError, match='http://host/x":') as refused:
         parse(f'{{"{url}":'.encode(), "r.json")
     assert "er2" not in str(refused.value)
+    for wrong in ("http:/u:er2@h/x?token=er2", "https:u:er2@h/x#er2", "HTTP://h:1;t=er2/x"):
+        assert "er2" not in shown({"repo": wrong}), wrong
     assert shown('say "http://host/x" twice?') == r'"say \"http://host/x\" twice?"'
 
 
