@@ -1,10 +1,11 @@
 """Owns the benchmark of a GPU: are its bits right, and how near memory's limit is each kernel.
 
-    DS4Q_HIP=cuda python -m benchmarks.gpu [--record] [hashes experts instructions matrices step]
+    DS4Q_HIP=cuda python -m benchmarks.gpu [--record] [PART ..]
 
-Without parts all of them run. Times are device time between two events; rates are of packed bytes;
-"of copy" is a rate over that of a large device copy in the same run, which counts bytes read and
-bytes written. What runs on an NVIDIA GPU tells nothing about the speed of an AMD GPU.
+Parts are hashes, experts, instructions, matrices, step and together; without any all of them run.
+Times are device time between two events, but those of "together", which the host takes; rates are
+of packed bytes; "of copy" is a rate over that of a large device copy in the same run, which counts
+bytes read and bytes written. What runs on an NVIDIA GPU tells nothing about the speed of an AMD GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import gpu_experts, gpu_instructions, gpu_matrices, gpu_step
+from benchmarks import gpu_experts, gpu_instructions, gpu_matrices, gpu_step, gpu_together
 from benchmarks.gpu_bench import Bench
 from ds4q.hipkern.driver import Device
 
@@ -35,6 +36,7 @@ PARTS = {
     "instructions": gpu_instructions.floors,
     "matrices": gpu_matrices.singles,
     "step": gpu_step.steps,
+    "together": gpu_together.steps,
 }
 
 
