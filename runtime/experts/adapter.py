@@ -184,7 +184,7 @@ class Adapter:
             )
         if self.about is not None and self.about.artifact != artifact:
             raise AdapterError(
-                "expert predictor of another artifact, though of a model of the same sizes",
+                "expert predictor of another artifact, of the same hidden size and expert count",
                 path=self.path,
                 expected=f"artifact {artifact}",
                 found=self.about.artifact,

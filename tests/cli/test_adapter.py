@@ -187,7 +187,7 @@ def test_what_cannot_be_done_is_one_line(
     cut.write_bytes(one.read_bytes()[:-1])
     refused(run("eval", fitted, cut, "-q"), cut, "cut short")
     other = states(random_artifact, tmp_path / "other.trace", "scored.txt", 20)
-    refused(run("eval", fitted, other), fitted, "another artifact, though of a model of the same")
+    refused(run("eval", fitted, other), fitted, "another artifact, of the same hidden size")
     refused(run("train", one, other, "-o", tmp_path / "a"), other, "different models")
     assert not (tmp_path / "a").exists()
 

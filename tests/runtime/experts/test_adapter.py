@@ -222,7 +222,7 @@ def test_another_model_or_artifact_is_refused_as_what_it_is(config: ModelConfig)
         return Adapter({0: zeros(d, e, 2)}, ABOUT, "m.adapter")
 
     fits().check_model(config, ABOUT.artifact)
-    says = ["another artifact, though of a model of the same sizes", "0" * 32]
+    says = ["another artifact, of the same hidden size and expert count", "0" * 32]
     check_refused(
         AdapterError, lambda: fits().check_model(config, "0" * 32), path="m.adapter", says=says
     )
