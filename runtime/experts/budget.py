@@ -49,6 +49,7 @@ def grant(
     needed: int,
     reserve: int = RESERVE_BYTES,
     available: Callable[[], int],
+    path: object = None,
 ) -> int:
     """Bytes that the slots may take.
 
@@ -58,6 +59,7 @@ def grant(
     needed : bytes that the rest of the model, sequences and buffers will take
     reserve : bytes that "auto" leaves free beyond that
     available : bytes that are free; raises ``CacheError`` where they cannot be told
+    path : the artifact; named in errors
 
     Raises
     ------
@@ -69,6 +71,7 @@ def grant(
         if left <= 0:
             raise CacheError(
                 "no memory is left for experts",
+                path=path,
                 expected=f"more than {needed + reserve:,} bytes free: {needed:,} for the rest of "
                 f"the model and {reserve:,} in reserve",
                 found=f"{left + needed + reserve:,}",
@@ -76,7 +79,9 @@ def grant(
             )
         return left
     if asked <= 0:
-        raise CacheError("an expert cache of no bytes", expected="1 or more", found=asked)
+        raise CacheError(
+            "an expert cache of no bytes", path=path, expected="1 or more", found=asked
+        )
     try:
         left = available() - needed
     except CacheError:
@@ -84,6 +89,7 @@ def grant(
     if asked > left:
         raise CacheError(
             "the expert cache is larger than memory",
+            path=path,
             expected=f"at most {max(left, 0):,} bytes, beside {needed:,} for the rest of the model",
             found=f"{asked:,}",
             remedy="give a smaller --expert-cache, or auto",

@@ -103,6 +103,15 @@ def _belonging(reader: Reader) -> dict[str, bytes]:
             found=error.strerror,
             remedy=_REMEDY,
         ) from error
+    except ReceiptError as error:
+        raise ReceiptError(
+            error.what,
+            path=error.path,
+            tensor=error.tensor,
+            expected=error.expected,
+            found=error.found,
+            remedy=error.remedy or _REMEDY,
+        ) from error
     if found is None:
         raise ReceiptError(
             "no receipt: experts that are read cannot be checked", path=reader.path, remedy=_REMEDY

@@ -384,10 +384,19 @@ class Pager:
         error = failed.error
         if isinstance(error, Ds4qError):
             raise error.located() from error  # each waiter raises one of its own
+        where = f"layers.{lease._layer}.ffn.experts.{failed.expert}"
+        if isinstance(error, MemoryError):
+            raise ExpertReadError(
+                "no memory to read an expert",
+                path=self._catalogue.path,
+                tensor=where,
+                remedy="free memory, or give a smaller --expert-cache",
+            ) from error
         raise ExpertReadError(
             path=self._catalogue.path,
-            tensor=f"layers.{lease._layer}.ffn.experts.{failed.expert}",
-            found=error,
+            tensor=where,
+            found=f"{type(error).__name__}: {error}".removesuffix(": "),
+            remedy=None if isinstance(error, OSError) else "this is a bug in ds4q",
         ) from error
 
     def _wait(

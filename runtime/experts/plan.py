@@ -116,7 +116,9 @@ def _budget(
     asked, wanted = options.budget, least * catalogue.slot_bytes
     if asked == "auto":
         reserve = min(RESERVE_BYTES, available() // _RESERVE_PART)
-        budget = grant("auto", needed=needed, reserve=reserve, available=available)
+        budget = grant(
+            "auto", needed=needed, reserve=reserve, available=available, path=catalogue.path
+        )
         if budget < wanted:
             raise CacheError(
                 "memory leaves too little for an expert cache",
@@ -129,7 +131,7 @@ def _budget(
         return budget
     if asked is None or asked < wanted:
         raise _too_small(catalogue, least, asked or 0, 0)
-    return grant(asked, needed=needed, available=available)
+    return grant(asked, needed=needed, available=available, path=catalogue.path)
 
 
 def _too_small(catalogue: Catalogue, least: int, budget: int, held: int) -> CacheError:

@@ -121,6 +121,7 @@ def test_a_cache_below_the_minimum_names_it(tiny_artifact: Path, least: int, siz
 
 def test_a_cache_larger_than_memory_names_both(tiny_artifact: Path) -> None:
     text = refused(tiny_artifact, "--expert-cache", "100TB")
+    assert text.startswith(f"ds4q: error: {tiny_artifact}: the expert cache is larger than memory")
     assert "larger than memory: expected at most " in text
     assert "100,000,000,000,000" in text
 

@@ -238,7 +238,8 @@ def test_a_size_is_used_as_given() -> None:
 def test_a_size_beyond_memory_names_both() -> None:
     check_refused(
         CacheError,
-        lambda: grant(8_000, needed=3_000, available=lambda: 10_000),
+        lambda: grant(8_000, needed=3_000, available=lambda: 10_000, path="model.hfq"),
+        path="model.hfq",
         says=["larger than memory", "7,000", "8,000", "--expert-cache"],
     )
     check_refused(

@@ -111,7 +111,13 @@ def test_no_receipt(artifact: Path) -> None:
 
 def test_what_is_no_receipt(artifact: Path) -> None:
     receipt_path(artifact).write_bytes(b"garbage")
-    refused(artifact, "not a zstd frame")
+    refused(artifact, "not a zstd frame", "put the receipt of this very file beside it")
+    receipt_path(artifact).unlink()
+    receipt_path(artifact).mkdir()
+    refused(artifact, "not a regular file", "put the receipt of this very file beside it")
+    receipt_path(artifact).rmdir()
+    receipt_path(artifact).write_bytes(b"")
+    refused(artifact, "receipt is empty", "copy it again")  # which knows better
 
 
 @pytest.mark.parametrize(

@@ -426,6 +426,23 @@ def test_of_a_band_that_fails_the_reads_that_came_are_kept() -> None:
         assert made.use(1, 2, 3) == [2]
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError(), "no memory to read an expert; free memory, or give a smaller --expert"),
+        (OSError("gone"), "an expert cannot be read: found OSError: gone; check the disk"),
+        (ValueError(), "an expert cannot be read: found ValueError; this is a bug in ds4q"),
+    ],
+)
+def test_what_a_read_failed_of_is_told(error: Exception, says: str) -> None:
+    with bench(slots=2) as made:
+        caller = made.ask(1)
+        made.transport.serve(1, error=error)
+        found = caller.failed()
+        assert type(found) is ExpertReadError
+        assert str(found).startswith(f"model.hfq: layers.0.ffn.experts.1: {says}")
+
+
 def test_a_failed_read_does_not_keep_its_slot() -> None:
     with bench(slots=2) as made:
         for expert in range(5):
