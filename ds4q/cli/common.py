@@ -87,6 +87,8 @@ def claim_report(path: Path, option: str, mark: bytes) -> None:
     An existing file is replaced only if it is an earlier report, which its beginning shows by
     ``mark``; a slip of the hand must not cost an artifact.
     """
+    if not path.name:  # of "" and ".", which look alike by now, and of "/"
+        raise click.BadParameter(f"no file is named: {str(path)!r} is a folder", param_hint=option)
     if not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint=option)
     if path.exists():

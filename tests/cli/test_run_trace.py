@@ -75,6 +75,23 @@ def test_a_file_that_is_in_the_way_stays(tiny_artifact: Path, path: Path, paged:
     assert names(path) == [mine.name]
 
 
+def test_a_trace_without_a_name_is_wrong_usage(tiny_artifact: Path) -> None:
+    result = run(tiny_artifact, "--trace", "")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Invalid value for --trace: no file is named" in result.stderr
+
+
+def test_a_trace_is_written_through_its_link(tiny_artifact: Path, path: Path) -> None:
+    there = path.with_name("disk")
+    there.mkdir()
+    path.symlink_to(Path("disk") / "there")
+    for _ in range(2):  # then there is one
+        assert run(tiny_artifact, "--trace", path).exit_code == 0
+        assert path.is_symlink()
+        assert list(read_trace(there / "there"))
+    assert names(there / "there") == ["there"]
+
+
 def test_what_a_killed_run_left_is_replaced(tiny_artifact: Path, path: Path) -> None:
     path.with_name("run.trace.partial").write_bytes(UNFINISHED + bytes(50))
     assert run(tiny_artifact, "--trace", path).exit_code == 0
