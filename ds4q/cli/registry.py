@@ -213,6 +213,8 @@ def _card_sources(
     from ds4q.artifact.receipt import read_receipt, receipt_path
     from ds4q.registry.card import Header, Sources, read_measured
     from ds4q.registry.installed import held, model_of
+    from ds4q.registry.schema import MAX_DOCUMENT_BYTES
+    from ds4q.registry.store import opened
     from ds4q.registry.verify import check_receipt
 
     trunk = store.path(entry.file)
@@ -228,7 +230,8 @@ def _card_sources(
         common.warn(f"{trunk}: {state}: nothing is taken from it; see 'ds4q registry verify'")
     if report is not None:
         device, date = where
-        raw = report.read_bytes()
+        with opened(report) as (fd, _), open(fd, "rb", closefd=False) as file:
+            raw = file.read(MAX_DOCUMENT_BYTES + 1)
         measured = read_measured(raw, entry, str(report), device=device, date=date)
     return Sources(entry, model_of(registry, store, entry).aliases, receipt, header, measured)
 

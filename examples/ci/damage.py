@@ -12,6 +12,7 @@ such as decode tables that it does not have, are named on standard error and lef
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -19,11 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.hfq import HEADER_BYTES, NAME_LENGTH, Reader, TensorEntry
 from ds4q.artifact.metadata import BLANK_DIGEST, canonical, front_digest, seal
 from ds4q.artifact.receipt import read_receipt, receipt_path
 from ds4q.artifact.types import HFP4G32, RAW, ROCMFP2
 from ds4q.artifact.writer import TensorSpec, layout
+from ds4q.registry.schema import parse
 
 Fault = tuple[str, str | None]
 """The check that fails, and the tensor that it names."""
@@ -33,6 +36,10 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {
 
 class NoGroundError(Exception):
     """The artifact has nothing that could be broken this way."""
+
+
+class NotGoodError(Exception):
+    """The folder is not one that can be broken, or there is no place for what would be broken."""
 
 
 class Copy:
@@ -337,8 +344,48 @@ WAYS: dict[str, Callable[[Copy], Fault]] = {
 }
 
 
+def check_places(good: Path, out: Path) -> None:
+    """Raise ``NotGoodError`` where ``damage`` could not do its work; writes nothing."""
+    if not good.is_dir():
+        raise NotGoodError(f"{good} is not a folder")
+    artifacts = sorted(good.glob("*.hfq"))
+    if len(artifacts) != 1:
+        raise NotGoodError(f"{good} holds {len(artifacts)} artifacts (.hfq), not one")
+    try:
+        with Reader(artifacts[0]):
+            read_receipt(receipt_path(artifacts[0]))
+        document = parse((good / "registry.json").read_bytes(), str(good / "registry.json"))
+        entry = next(iter(document["models"].values()))
+        whole = {
+            "file",
+            "size_bytes",
+            "sha256",
+            "arch_id",
+        } <= entry.keys() and "aliases" in document
+    except Ds4qError as error:
+        raise NotGoodError(str(error)) from None
+    except OSError as error:
+        raise NotGoodError(f"{error.filename}: {error.strerror}") from None
+    except (KeyError, AttributeError, StopIteration):
+        whole = False
+    if not whole:
+        raise NotGoodError(
+            f"{good / 'registry.json'} holds no entry as 'ds4q registry add' makes it"
+        )
+    if out.resolve().is_relative_to(good.resolve()):
+        raise NotGoodError(f"{out} lies in {good}; name a folder beside it")
+    if out.exists() and not out.is_dir():
+        raise NotGoodError(f"{out} is not a folder")
+    if there := [name for name in WAYS if os.path.lexists(out / name)]:
+        raise NotGoodError(f"{out / there[0]} exists; name a new folder")
+
+
 def damage(good: Path, out: Path) -> dict[str, Fault]:
-    """Write a broken copy of ``good`` to ``out``/WAY for each way there is ground for."""
+    """Write a broken copy of ``good`` to ``out``/WAY for each way there is ground for.
+
+    Raises ``NotGoodError`` as ``check_places``.
+    """
+    check_places(good, out)
     faults = {}
     for name, way in WAYS.items():
         copy = Copy(good, out / name)
@@ -353,6 +400,11 @@ def damage(good: Path, out: Path) -> dict[str, Fault]:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: python examples/ci/damage.py GOOD OUT")
-    found = damage(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        found = damage(Path(sys.argv[1]), Path(sys.argv[2]))
+    except NotGoodError as error:
+        sys.exit(f"damage.py: {error}")
+    except OSError as error:
+        sys.exit(f"damage.py: {error.filename}: {error.strerror}")
     told = {way: {"check": check, "tensor": tensor} for way, (check, tensor) in found.items()}
     print(json.dumps(told, indent=1))

@@ -360,6 +360,12 @@ def test_card_refuses_a_report_of_another_artifact(added: Path, tmp_path: Path) 
     assert "not of this artifact" in refused("card", TAG, "--verify", report)
 
 
+def test_card_does_not_wait_for_a_pipe(added: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    said = refused("card", TAG, "--verify", tmp_path / "pipe")
+    assert said == f"{tmp_path / 'pipe'}: not a regular file"
+
+
 def test_card_takes_nothing_from_a_file_that_is_not_as_registered(added: Path) -> None:
     os.truncate(added, 500)
     result = registry("card", TAG)

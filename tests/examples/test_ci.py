@@ -17,7 +17,7 @@ import pytest
 from ds4q import __version__
 from ds4q.registry.names import ARTIFACT_SUFFIXES
 from ds4q.targets import Targets
-from examples.ci.damage import WAYS, Copy, damage
+from examples.ci.damage import WAYS, Copy, NotGoodError, damage
 from tests.examples.actions import ROOT, Ran, commands, load, run_action, uses_of_the_action
 from tests.registry.folders import good_folder
 from tests.test_packaging import BUILD_LEFTOVERS, ROOMS
@@ -287,6 +287,69 @@ def test_line_ends_of_windows_are_line_ends(workspace: Path) -> None:
 def test_a_module_of_the_checkout_is_not_run(workspace: Path) -> None:
     (workspace / "json.py").write_text("raise SystemExit(0)")
     assert use(workspace, path="no.hfq").status == 1
+
+
+# ---------------------------------------------------------------- the script that breaks
+
+
+def ruin(case: str, good: Path, out: Path) -> None:
+    """Make a folder that is not good, or a place that is taken."""
+    if case == "no folder":
+        shutil.rmtree(good)
+    elif case == "no artifact":
+        (good / "flash.hfq").unlink()
+    elif case == "two artifacts":
+        shutil.copy(good / "flash.hfq", good / "other.hfq")
+    elif case == "no artifact's bytes":
+        (good / "flash.hfq").write_bytes(b"x")
+    elif case == "no receipt":
+        (good / "flash.hfq.receipt").unlink()
+    elif case == "no registry":
+        (good / "registry.json").unlink()
+    elif case == "no entry":
+        (good / "registry.json").write_text('{"models": {"m": []}}')
+    elif case == "a file":
+        out.write_text("x")
+    else:
+        (out / "nibble").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("no folder", "is not a folder"),
+        ("no artifact", "holds 0 artifacts (.hfq), not one"),
+        ("two artifacts", "holds 2 artifacts (.hfq), not one"),
+        ("no artifact's bytes", "file is too short"),
+        ("no receipt", "flash.hfq.receipt: No such file"),
+        ("no registry", "registry.json: No such file"),
+        ("no entry", "registry.json holds no entry"),
+        ("a file", "out is not a folder"),
+        ("made before", "nibble exists; name a new folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_broken_is_refused_before_work(
+    case: str, says: str, workspace: Path
+) -> None:
+    good, out = workspace / "models", workspace / "out"
+    ruin(case, good, out)
+    before = sorted(workspace.rglob("*"))
+    with pytest.raises(NotGoodError, match=re.escape(says)):
+        damage(good, out)
+    assert sorted(workspace.rglob("*")) == before
+
+
+def test_what_is_broken_lies_beside_what_is_good(workspace: Path) -> None:
+    with pytest.raises(NotGoodError, match="name a folder beside it"):
+        damage(workspace / "models", workspace / "models" / "broken")
+    assert not (workspace / "models" / "broken").exists()
+
+
+def test_the_script_says_in_one_line_why_not(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "ci" / "damage.py")
+    done = run([sys.executable, script, str(tmp_path / "no"), str(tmp_path / "out")], tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"damage.py: {tmp_path / 'no'} is not a folder\n"
 
 
 # ---------------------------------------------------------------- installing
