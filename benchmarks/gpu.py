@@ -3,9 +3,9 @@
     DS4Q_HIP=cuda python -m benchmarks.gpu [--record] [PART ..]
 
 Parts are hashes, experts, instructions, matrices, step and together; without any all of them run.
-Times are device time between two events, but those of "together", which the host takes; rates are
+Times are device time between two events, but those of "together", which the host takes. Rates are
 of packed bytes; "of copy" is a rate over that of a large device copy in the same run, which counts
-bytes read and bytes written. What runs on an NVIDIA GPU tells nothing about the speed of an AMD GPU.
+bytes read and bytes written. An NVIDIA GPU tells nothing about the speed of an AMD GPU.
 """
 
 from __future__ import annotations
