@@ -170,9 +170,9 @@ def _add_state(app: FastAPI, serving: Serving, about: Mapping[str, str]) -> None
         summary="What the page shows",
         responses={200: {"model": documents.Live}, **openapi.errors(401, 403)},
     )
-    async def live_view(request: Request) -> Response:
+    def live_view(request: Request) -> Response:  # in a thread: it may wait for the model's locks
         with_map = request.query_params.get("experts") != "0"
-        return JsonResponse(await asyncio.to_thread(live, serving, about, began, with_map=with_map))
+        return JsonResponse(live(serving, about, began, with_map=with_map))
 
     @app.get(
         "/metrics",
@@ -183,7 +183,7 @@ def _add_state(app: FastAPI, serving: Serving, about: Mapping[str, str]) -> None
         },
         response_class=Response,
     )
-    async def metrics() -> Response:
+    def metrics() -> Response:  # in a thread, too
         return Response(serving.metrics.text(), media_type=MEDIA_TYPE)
 
 

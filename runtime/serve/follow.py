@@ -175,7 +175,9 @@ class Follower:
         if left_s <= 0:
             raise Refusal(504, f"no end of the answer within {self._limit_s:g} s", code="timeout")
         try:
-            return self._events.get_nowait()
+            event = self._events.get_nowait()
+            await asyncio.sleep(0)  # however fast they come, others have their turn, too
+            return event
         except asyncio.QueueEmpty:
             with suppress(TimeoutError):
                 return await asyncio.wait_for(self._events.get(), max(0, min(quiet_s, left_s)))

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ds4q.artifact.errors import one_line
 from ds4q.runtime.serve.limits import Limits, is_loopback
 from ds4q.runtime.serve.refusal import Refusal, shutting_down
 from ds4q.runtime.serve.respond import refused
@@ -80,7 +81,8 @@ class Guard:
             raise
         finally:
             seconds = time.monotonic() - started
-            log.info("%s %s %d, %.3f s", scope["method"], scope["path"], status, seconds)
+            path = one_line(scope["path"])
+            log.info("%s %s %d, %.3f s", scope["method"], path, status, seconds)
 
     def _refusal(self, path: str, headers: Headers) -> Refusal | None:
         is_open = path in OPEN_PATHS or path.startswith(PAGE_PATHS)

@@ -132,3 +132,13 @@ def test_where_everybody_may_come_any_host_is_answered() -> None:
 )
 def test_loopback_names_are_known(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+def test_a_line_of_the_log_is_one_line(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ds4q.serve")
+    bare(served, "/v1/x%0aGET%20/v1/forged%20200")
+    served.chat("a secret question")
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("/v1/x\\x0aGET /v1/forged 200 404" in line for line in lines)
+    assert any(line.startswith("POST /v1/chat/completions 200, ") for line in lines)
+    assert not any("secret" in line for line in lines)

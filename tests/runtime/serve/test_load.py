@@ -196,6 +196,20 @@ def test_an_answer_that_takes_too_long_is_given_up() -> None:
         until(served, lambda stats: stats.running == stats.waiting == 0)
 
 
+def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log probabilities make an answer of megabytes, more than sockets hold."""
+    monkeypatch.setattr("ds4q.runtime.serve.respond.STALLED_READER_S", 0.1)
+    with serving(ScriptedEngine(default=b"abc " * 1000)) as served:
+        raw = json.dumps(body(stream=True, logprobs=True, top_logprobs=20, max_tokens=3500))
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(served.address)
+            connection.sendall((head + raw).encode())
+            until_cancelled(served)
+        assert counted(served, "length") == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_model_that_fails_at_once_is_told_by_the_status(served: Served, stream: bool) -> None:
     served.engine.fails = lambda ids: LogitsError(found="nan") if ids[-3:-2] == [33] else None
