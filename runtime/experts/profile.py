@@ -1,7 +1,7 @@
 """Owns the warm-start profile: which experts of a layer a trace used most. Loads no expert.
 
 The file is canonical JSON with a digest of its own content, so one trace always gives the same
-bytes, and none of them can change unnoticed.
+bytes, and nothing that they say can change unnoticed.
 """
 
 from __future__ import annotations
