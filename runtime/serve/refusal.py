@@ -132,10 +132,8 @@ def shutting_down() -> Refusal:
 
 
 def _words(error: Ds4qError) -> str:
-    return str(type(error)(
-        error.what, tensor=error.tensor, expected=error.expected, found=error.found,
-        remedy=error.remedy,
-    ))  # fmt: skip
+    """The message of an error, without the path that it begins with."""
+    return str(error).removeprefix(f"{one_line(error.path)}: " if error.path else "")
 
 
 def _path(place: tuple[int | str, ...]) -> str:

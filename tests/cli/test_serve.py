@@ -25,7 +25,7 @@ from tests.cli.test_run import write_artifact
 from tests.runtime.serve.served import metadata
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "serving.md"
+PAGES = (ROOT / "docs" / "serving.md", ROOT / "README.md")
 PATIENCE_S = 60.0
 
 SCRIPTED = """
@@ -172,17 +172,16 @@ def test_a_model_is_served_with_the_answers_of_run(tiny: Process) -> None:
 
 
 def examples() -> list[tuple[str, str]]:
-    """Commands of the page that ask a server with curl, each with what it says they print."""
-    blocks = r"```sh\n(curl .*?)```(?:\n+```(?:json|text)\n(.*?)```)?"
-    pages = PAGE.read_text("utf-8")
-    found = re.findall(blocks, pages, re.DOTALL)
-    assert len(found) >= 6, "the page's examples are not where they are looked for"
+    """Commands of the pages that ask a server with curl, each with what it says they print."""
+    blocks = re.compile(r"```sh\n(curl .*?)```(?:\n+```(?:json|text)\n(.*?)```)?", re.DOTALL)
+    found = [each for page in PAGES for each in blocks.findall(page.read_text("utf-8"))]
+    assert len(found) >= 6, "the pages' examples are not where they are looked for"
     return [(command.strip(), shown.strip()) for command, shown in found]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl to try them with")
 @pytest.mark.parametrize(("command", "shown"), examples(), ids=lambda each: each[:60])
-def test_the_page_s_examples_do_what_it_says(tiny: Process, command: str, shown: str) -> None:
+def test_the_pages_examples_do_what_they_say(tiny: Process, command: str, shown: str) -> None:
     here = command.replace("http://127.0.0.1:8000", tiny.url)
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", here], capture_output=True, text=True, timeout=PATIENCE_S
