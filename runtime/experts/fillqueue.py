@@ -13,7 +13,7 @@ from ds4q.runtime.errors import ExpertReadError, TransportClosedError
 from ds4q.runtime.experts.catalogue import Key
 from ds4q.runtime.experts.reading import Done, Fill, Purpose
 
-CLOSE_S = 10.0  # that closing gives fills to end; a disk that answers at all takes far less
+CLOSE_S = 10.0  # from its start, that closing gives a fill; a disk that answers takes far less
 
 Filler = Callable[[Fill], None]
 
@@ -26,6 +26,7 @@ class _Job:
     number: int
     fill: Fill = field(compare=False)
     done: Done = field(compare=False)
+    began: float = field(default=0.0, compare=False)
 
 
 class FillQueue:
@@ -45,7 +46,7 @@ class FillQueue:
         self._running: dict[int, _Job] = {}
         self._arrivals = count()
         self._closed = False
-        self._give_up_at = 0.0
+        self._hangs = False
         self._threads = [
             threading.Thread(target=self._work, args=(filler,), name=f"ds4q-read-{n}", daemon=True)
             for n, filler in enumerate(fillers)
@@ -77,25 +78,27 @@ class FillQueue:
 
         Returns
         -------
-        whether all have ended. Those that have not ``CLOSE_S`` after the first call are told as
+        whether all have ended. Those that have not, ``CLOSE_S`` after they began, are told as
         failed; their threads still use what they fill with, for as long as the disk hangs
         """
         with self._ready:
-            if not self._closed:
-                self._closed = True
-                self._give_up_at = time.monotonic() + CLOSE_S
+            self._closed = True
             refused, self._line = self._line, []
             self._waiting.clear()
             self._ready.notify_all()
         for job in refused:
             job.done(job.fill, TransportClosedError(path=self._path))
-        for thread in self._threads:
-            thread.join(max(0.0, self._give_up_at - time.monotonic()))
         with self._ready:
+            until = max((job.began for job in self._running.values()), default=0.0) + CLOSE_S
+            self._ready.wait_for(lambda: not self._running, until - time.monotonic())
             late, self._running = self._running, {}
+            self._hangs |= bool(late)
         for job in late.values():
             job.done(job.fill, ExpertReadError("a read does not come back", path=self._path))
-        return not any(thread.is_alive() for thread in self._threads)
+        if not self._hangs:
+            for thread in self._threads:
+                thread.join()
+        return not self._hangs
 
     def _work(self, filler: Filler) -> None:
         while True:
@@ -106,6 +109,7 @@ class FillQueue:
                 job = heapq.heappop(self._line)
                 self._waiting.pop(job.fill.key, None)
                 self._running[job.number] = job
+                job.began = time.monotonic()
             error: BaseException | None = None
             try:
                 filler(job.fill)
@@ -113,5 +117,7 @@ class FillQueue:
                 error = raised
             with self._ready:
                 told = self._running.pop(job.number, None) is None
+                if self._closed:  # else it would only wake those who have nothing to do
+                    self._ready.notify_all()
             if not told:
                 job.done(job.fill, error)

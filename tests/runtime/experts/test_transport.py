@@ -6,8 +6,10 @@ import errno
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -215,6 +217,27 @@ def test_closing_gives_up_a_read_that_hangs_and_takes_nothing_from_it(
     assert len(log.calls) == len(fills)
     check_bytes(slots.held[fills[0].key, 0], catalogue[fills[0].key], reader)
     assert set(os.listdir("/proc/self/fd")) == files
+    assert set(threading.enumerate()) == threads
+
+
+def test_closing_does_not_wait_again_for_a_read_that_was_waited_for(
+    tiny: tuple[Reader, Catalogue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, catalogue = tiny
+    threads, hang, log = set(threading.enumerate()), Hang(monkeypatch), Log()
+    monkeypatch.setattr(fillqueue, "CLOSE_S", 500)
+    experts = ExpertReader(reader, catalogue, bounces=2)
+    transport = HostTransport(catalogue, experts, HostSlots(), threads=2)
+    transport.start([Fill(Key(0, 0), 0, Purpose.DEMAND)], log)
+    assert hang.entered.acquire(timeout=30)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 501)
+    monkeypatch.setattr(fillqueue, "time", later)
+    closing = threading.Thread(target=transport.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    log.wait(1)
+    hang.let_go(threads)
     assert set(threading.enumerate()) == threads
 
 
