@@ -53,6 +53,7 @@ class Served:
     base : its address
     http : a client of it
     thread : in which it runs
+    listening : its socket
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Served:
         service: Service,
         server: Server,
         thread: threading.Thread,
+        listening: socket.socket,
         key: str | None,
     ) -> None:
         self.base = base
@@ -69,6 +71,7 @@ class Served:
         self.service = service
         self.server = server
         self.thread = thread
+        self.listening = listening
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=base, headers=headers, timeout=PATIENCE_S, verify=NO_TLS)
 
@@ -173,7 +176,7 @@ def serving(
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     service.start()
     thread.start()
-    served = Served(base, engine, service, server, thread, api_key)
+    served = Served(base, engine, service, server, thread, listening, api_key)
     try:
         if wait:
             assert service.wait(PATIENCE_S)

@@ -122,7 +122,7 @@ def test_a_client_that_leaves_while_queued_costs_nothing(stream: bool) -> None:
         until(served, lambda stats: stats.running == 0)
         fed = [piece for parts in served.engine.forwards for _, piece in parts]
         assert not any(bytes(i for i in piece if i < 256) == b"leaves" for piece in fed)
-        assert counted(served, "cancelled") == 1
+        until_cancelled(served)
         assert served.chat().status_code == 200
 
 
@@ -143,16 +143,16 @@ def test_a_client_that_leaves_in_prefill_frees_the_model(stream: bool) -> None:
 def test_a_client_that_leaves_while_it_is_answered_frees_the_model(stream: bool) -> None:
     with serving() as served:
         served.script("never-ending " * 200)
+        served.engine.delay_s = 0.02  # a minute in all
         with asking(served, content="x", stream=stream) as connection:
             if stream:
                 assert b"200 OK" in connection.recv(65536)
             else:
                 until(served, lambda stats: stats.completion_tokens > 3)
-            served.engine.delay_s = 0.05  # so that it cannot end by itself meanwhile
         until(served, lambda stats: stats.running == 0)
-        served.engine.delay_s = 0
-        assert counted(served, "cancelled") == 1
+        until_cancelled(served)
         assert counted(served, "stop") == 0
+        served.engine.delay_s = 0
         served.script("ok")
         assert served.chat().status_code == 200
 
@@ -202,8 +202,7 @@ def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch: pytest.Monke
     with serving(ScriptedEngine(default=b"abc " * 100)) as served:
         raw = json.dumps(body(stream=True, logprobs=True, top_logprobs=20, max_tokens=300))
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
-        (listening,) = served.server.servers[0].sockets
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections
+        served.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # as accepted ones
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(served.address)
