@@ -134,7 +134,6 @@ def command(
         if html == junit:
             raise click.UsageError("--html and --junit name the same file")
         common.claim_page(html)
-    from ds4q import targets
     from ds4q.artifact.report import junit as junit_of
 
     options: dict[str, Any] = {
@@ -149,6 +148,8 @@ def command(
     reports: list[Report]
     page = None
     with _reported(junit, paths[0]):  # until it is done, no earlier report stands
+        from ds4q import targets  # seconds, in which a stop may come
+
         found = targets.Targets.of(paths)
         if together or found.artifacts != paths:
             if source or receipt or tag or signature or html or gates:
@@ -179,15 +180,16 @@ def command(
 def _reported(junit: Path | None, path: Path) -> Iterator[None]:
     """Replace an earlier report, which must not stand for this run, by one that says what failed.
 
-    While the block runs, and if it is stopped in whatever way, that is the run itself.
+    While the block runs, and if it is stopped in whatever way, it says that the run did not finish.
     """
-    from ds4q import targets
-    from ds4q.artifact.report import Failure
+    from ds4q.artifact.report import Failure, Report
     from ds4q.artifact.report import junit as junit_of
 
     def write(message: str) -> None:
         if junit is not None:
-            report = targets.failed(path, "verify", Failure(message))
+            report = Report({"path": str(path), "name": path.name})
+            with report.check("verify") as check:
+                check.fail(Failure(message))
             common.write_report(junit, junit_of([report]))
 
     write("the run did not finish")
