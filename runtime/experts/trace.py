@@ -61,7 +61,10 @@ class _Kind(enum.IntEnum):
 
 
 class BandRecord(NamedTuple):
-    """One band of a dispatch: ``ids`` [T, K] are those of the whole dispatch, in every band."""
+    """One band of a dispatch: ``ids`` [T, K] are those of the whole dispatch, in every band.
+
+    Tokens of several sequences in one step are recorded as a sequence of their own, from 0.
+    """
 
     number: int
     sequence: int
