@@ -221,7 +221,7 @@ class Bench:
             token = engine.next_id(state, self.prompt)
             engine.next_id(state, [token])
             paging, stream, layer = _paging(engine), engine.backend.stream, HASH_LAYERS
-            segment = engine._decode_segments()[layer]
+            segment = engine._steps.graphs[1][layer]
             idle, queued, alone = Times(), Times(), Times()
             for _ in range(READBACKS):
                 for times, work in ((idle, False), (queued, True)):

@@ -139,7 +139,8 @@ def _encoding(texts: Mapping[str, str]) -> Encoding:
         release = "preview"
         efforts |= {"high": "", "max": texts[PREVIEW]}
     notes = tuple(
-        f"{FILE}: {name} has another text than the releases known here (sha256 {digest}); it is used"
+        f"{FILE}: {name} has another text than the releases known here (sha256 {digest}); "
+        "it is used"
         for name, digest in digests.items()
         if digest != KNOWN[name]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,7 @@ def test_a_text_counts_once(trace: Path, tmp_path: Path) -> None:
     more = write_states(tmp_path / "more", truth(), seed=1)
     for second in (trace, again):
         says = ["the text of another of these traces", str(trace), "leave one of them out"]
-        check_refused(
-            AdapterError, lambda last=second: train([trace, more, last]), path=second, says=says
-        )
+        check_refused(AdapterError, partial(train, [trace, more, second]), path=second, says=says)
 
 
 def test_what_one_rank_made_of_a_text_is_refused(tmp_path: Path) -> None:
