@@ -81,7 +81,7 @@ class Loading:
         if self.device == "cpu":
             engine = self._load_cpu(tokens, report, sequences, beside_bytes)
             return engine, {"kind": "cpu"}
-        return self._load_hip(tokens, report)
+        return self._load_hip(tokens, report, sequences, beside_bytes)
 
     def _load_cpu(
         self, tokens: int | None, report: Progress, sequences: int, beside_bytes: int
@@ -104,7 +104,9 @@ class Loading:
             beside_bytes=beside_bytes,
         )
 
-    def _load_hip(self, tokens: int | None, report: Progress) -> tuple[HipEngine, dict[str, str]]:
+    def _load_hip(
+        self, tokens: int | None, report: Progress, sequences: int, beside_bytes: int
+    ) -> tuple[HipEngine, dict[str, str]]:
         from ds4q.runtime.device.engine import HipEngine
         from ds4q.runtime.device.state import FIRST_TOKENS
 
@@ -118,6 +120,8 @@ class Loading:
             cache=self.cache,
             spread=self.spread,
             kv_type=self.kv_type,
+            sequences=sequences,
+            beside_bytes=beside_bytes,
         )
         facts = engine.backend.facts()
         if not self.quiet:

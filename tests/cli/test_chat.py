@@ -90,8 +90,10 @@ def test_sigterm_ends_it(tiny_artifact: Path, busy: bool) -> None:
     with terminal("run", str(tiny_artifact), "-q", *ENDLESS) as user:
         user.until(PROMPT)
         if busy:
-            user.type("def f(\n\n")
-            user.until("\n")
+            asked, answer = question("copy-snake")
+            user.type(asked + "\n")
+            user.until(asked)
+            user.until(answer)  # and it goes on
         user.process.send_signal(signal.SIGTERM)
         assert "ds4q: terminated" in user.end()
         assert user.process.returncode == 143

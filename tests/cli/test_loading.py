@@ -118,6 +118,7 @@ def test_types_reach_the_engine(tiny_artifact: Path, sim: Control, monkeypatch: 
 
 
 def test_a_chat_leaves_room_for_its_snapshots(tiny_artifact: Path, monkeypatch: Any) -> None:
+    from ds4q.runtime.device.engine import HipEngine
     from ds4q.runtime.engine import Engine
 
     asked: dict[str, Any] = {}
@@ -127,10 +128,14 @@ def test_a_chat_leaves_room_for_its_snapshots(tiny_artifact: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr(HipEngine, "load", load)
     monkeypatch.setattr("ds4q.cli.run.on_terminal", lambda: True)
-    CliRunner().invoke(main, ["run", str(tiny_artifact), "-q", "--expert-cache", "auto"])
-    assert asked["beside_bytes"] == PREFIX_CACHE_BYTES
-    assert asked["max_context"] is None
+    for device in ("cpu", "hip"):
+        asked.clear()
+        words = ["-q", "--expert-cache", "auto", "--device", device]
+        CliRunner().invoke(main, ["run", str(tiny_artifact), *words])
+        wanted = (PREFIX_CACHE_BYTES, 1, None)
+        assert (asked["beside_bytes"], asked["sequences"], asked["max_context"]) == wanted
 
 
 @pytest.mark.parametrize("words", ["", "f64", "F16"])
