@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import sys
 import time
@@ -48,6 +49,13 @@ def _key(ctx: click.Context, param: click.Parameter, value: str | None) -> str |
     if not key or not all("!" <= char <= "~" for char in key):
         raise click.BadParameter("a key is one or more ASCII characters, without spaces")
     return key
+
+
+def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """A range lets NaN through, and infinity where it has no upper end."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 @click.command()
@@ -124,6 +132,7 @@ def _key(ctx: click.Context, param: click.Parameter, value: str | None) -> str |
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
+    callback=_finite,
     show_default="no limit",
     metavar="SECONDS",
     help="Most time for a request, waiting included.",

@@ -217,6 +217,8 @@ def steady(output: str) -> str:
         ["--prefix-cache", "much"],
         ["--timeout", "0"],
         ["--timeout", "-3"],
+        ["--timeout", "nan"],
+        ["--timeout", "inf"],
         ["--threads", "0"],
         ["--api-key", ""],
         ["--api-key", "two words"],
