@@ -76,7 +76,7 @@ def test_numbers_that_are_none_stay_so(kv_type: KvType) -> None:
     odd = np.array([np.nan, -np.nan, np.inf, -np.inf, 1e39, 7e4], np.float64)
     with np.errstate(over="ignore"):
         rows = odd.astype(np.float32)
-    rows.view(np.uint32)[:2] |= 0x7FFF  # a NaN whose rounding would carry into the sign
+    rows.view(np.uint32)[:2] |= 0x7FFFFF  # a NaN whose rounding would carry into the sign
     found = widen(narrow(rows, STORED[kv_type]))
     assert np.isnan(found[:2]).all()
     assert found[2:5].tolist() == [np.inf, -np.inf, np.inf]

@@ -202,6 +202,7 @@ class Life(RuleBasedStateMachine):
         assert set(layer._aside) == set(self.aside)
         entries = [*layer._residents.values(), *layer._aside.values()]
         assert {entry.expert for entry in entries if entry.loading} == self.loading
+        assert set(layer.filled) == (self.resident | set(self.aside)) - self.loading
         places = [entry.slot for entry in entries] + layer._free
         assert sorted(places) == list(range(SLOTS + QUARANTINE))
         assert layer._busy == len(self.resident & (self.held | self.loading))
