@@ -78,7 +78,24 @@ def test_with_a_key_any_host_is_answered(keyed: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil", "[", "a b"]
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil",
+        "[",
+        "[127.0.0.1",
+        "a b",
+        "",
+        ":8000",
+        "evil@127.0.0.1",
+        "127.0.0.1#evil.example",
+        "127.0.0.1/evil.example",
+        "127.0.0.1?evil.example",
+        "evil.example\\@127.0.0.1",
+        "localhost:abc",
+        "localhost:80:80",
+    ],
 )
 def test_without_a_key_another_host_is_refused(served: Served, host: str) -> None:
     """A name that an attacker points to 127.0.0.1 makes a browser take it for the attacker's."""
@@ -87,13 +104,32 @@ def test_without_a_key_another_host_is_refused(served: Served, host: str) -> Non
     assert response.json()["error"]["code"] == "host_not_allowed"
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.2", "[::1]:8000"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "127.0.0.2", "[::1]:8000", "[::1]"]
+)
 def test_without_a_key_this_machine_is_answered(served: Served, host: str) -> None:
     assert bare(served, "/v1/models", Host=host).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1", "x"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "null",
+        "http://127.0.0.1:1",
+        "x",
+        "",
+        "http://[",
+        "ftp://HOST",
+        "//HOST",
+        "HOST",
+        "http://HOST/",
+        "http://evil@HOST",
+        "http://HOST#evil.example",
+    ],
+)
 def test_without_a_key_another_site_s_page_is_refused(served: Served, origin: str) -> None:
+    origin = origin.replace("HOST", served.base.removeprefix("http://"))
     response = httpx.post(
         served.base + "/v1/completions",
         content='{"prompt": "x"}',
@@ -106,6 +142,8 @@ def test_without_a_key_another_site_s_page_is_refused(served: Served, origin: st
 
 def test_without_a_key_the_server_s_own_page_is_answered(served: Served) -> None:
     assert bare(served, "/live", Origin=served.base).status_code == 200
+    https = served.base.replace("http:", "https:")  # a proxy on this machine
+    assert bare(served, "/live", Origin=https).status_code == 200
 
 
 def test_where_everybody_may_come_any_host_is_answered() -> None:
