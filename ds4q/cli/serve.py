@@ -51,6 +51,13 @@ def _key(ctx: click.Context, param: click.Parameter, value: str | None) -> str |
     return key
 
 
+def _host(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """What sockets take for every address is not what somebody means who names none."""
+    if not value.strip():
+        raise click.BadParameter("it is empty; 0.0.0.0 or :: listens on every address")
+    return value
+
+
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
     """A range lets NaN through, and infinity where it has no upper end."""
     if value is not None and not math.isfinite(value):
@@ -62,6 +69,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE.hfq")
 @click.option(
     "--host",
+    callback=_host,
     default="127.0.0.1",
     show_default=True,
     help="Address to listen on. Any but this machine's own needs an API key.",
@@ -167,7 +175,11 @@ def command(
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise click.UsageError(f"serving needs {', '.join(missing)}: pip install 'ds4q[serve]'")
+    from ds4q.runtime.engine import BATCH_TOKENS
     from ds4q.runtime.serve.limits import Limits, is_loopback
+
+    if concurrent > BATCH_TOKENS:  # each answer's next token has a place in one batch
+        raise click.UsageError(f"--concurrent {concurrent}: at most {BATCH_TOKENS} go together")
 
     if not is_loopback(host) and api_key is None and not allow_no_key:
         raise click.UsageError(
@@ -313,6 +325,7 @@ class _Loaded:
                 both,
                 sequences=self._scheduling["concurrent"],
                 beside_bytes=self._scheduling["prefix_cache_bytes"],
+                warm=True,
             )
         self.about["device"] = facts.get("name", facts["kind"])
         warn_of(engine.notes)

@@ -26,10 +26,10 @@ def listen(host: str, port: int) -> socket.socket:
         except OSError:
             found.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second for what can be no name at all
         raise ServeError(
             f"cannot listen on {host} port {port}",
-            found=error.strerror or str(error),
+            found=error.strerror if isinstance(error, OSError) else "what is no host's name",
             remedy="choose another --port or --host",
         ) from None
     return found

@@ -211,6 +211,8 @@ def steady(output: str) -> str:
         ["--queue", "0"],
         ["--queue", "-1"],
         ["--concurrent", "0"],
+        ["--concurrent", "257"],
+        ["--concurrent", "999999999"],
         ["--max-context", "0"],
         ["--max-tokens", "0"],
         ["--prefix-cache", "-1"],
@@ -226,6 +228,7 @@ def steady(output: str) -> str:
         ["--host", "0.0.0.0"],
         ["--host", "::"],
         ["--host", ""],
+        ["--host", " "],
     ],
 )
 def test_options_that_cannot_be_are_wrong_usage(artifact: Path, options: list[str]) -> None:
@@ -254,7 +257,7 @@ def test_an_automatic_expert_cache_leaves_room_for_all_that_is_served(
     monkeypatch.setattr("ds4q.cli.loading.Loading.load", load)
     options = ["--port", "0", "--concurrent", "3", "--prefix-cache", "2MB", "--max-context", "99"]
     result = CliRunner().invoke(main, ["serve", str(artifact), *options])
-    assert asked == [(99, {"sequences": 3, "beside_bytes": 2_000_000})]
+    assert asked == [(99, {"sequences": 3, "beside_bytes": 2_000_000, "warm": True})]
     assert result.exit_code == 1
     assert "seen enough" in result.stderr
 
@@ -293,6 +296,23 @@ def test_files_that_cannot_be_served_are_told(tmp_path: Path, artifact: Path) ->
     bare = write_artifact(tmp_path / "bare.hfq", metadata() | {"tokenizer": "{}"})
     assert "no tokenizer" in failing(str(bare), "--port", "0")
     assert str(artifact) in failing(str(artifact), "--port", "0")  # it has no tensors
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, ".a"])
+def test_a_host_that_can_be_no_name_is_told(artifact: Path, host: str) -> None:
+    options = ["--host", host, "--api-key", "k", "--port", "0"]
+    result = CliRunner().invoke(main, ["serve", str(artifact), *options])
+    assert result.exit_code == 1
+    expected = f"ds4q: error: cannot listen on {host} port 0: found what is no host's name; "
+    assert result.stderr.startswith(expected)
+    assert result.stderr.count("\n") == 1
+
+
+def test_no_host_at_all_is_told_with_what_to_write(artifact: Path) -> None:
+    options = ["--host", "", "--api-key", "k"]
+    result = CliRunner().invoke(main, ["serve", str(artifact), *options])
+    assert result.exit_code == 2
+    assert "'--host': it is empty; 0.0.0.0 or :: listens on every address" in result.stderr
 
 
 def test_a_host_that_is_none_is_told(artifact: Path) -> None:
