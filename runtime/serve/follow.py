@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from ds4q.artifact.errors import Ds4qError
+from ds4q.runtime.errors import EngineError
 from ds4q.runtime.serve.job import (
     Event,
     Failed,
@@ -63,6 +65,15 @@ async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def _log_failure(error: Ds4qError) -> None:
+    """One line for a rule that was broken, a damaged file say; where it came from, of a bug."""
+    if isinstance(error, EngineError):  # what no rule foresaw
+        came_from = error.__cause__
+    else:
+        came_from = error if log.isEnabledFor(logging.INFO) else None
+    log.error("a request failed: %s", error, exc_info=came_from)
 
 
 class Submits(Protocol):
@@ -159,7 +170,7 @@ class Follower:
                     yield self.transcript.end("stop")
                     return
             elif isinstance(event, Failed):
-                log.error("a request failed: %s", event.error, exc_info=event.error.__cause__)
+                _log_failure(event.error)
                 raise Refusal.of(event.error)
             else:
                 if event.reason == "cancelled":

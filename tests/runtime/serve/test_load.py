@@ -243,6 +243,29 @@ def test_a_model_that_fails_later_ends_the_stream_with_an_error(served: Served) 
     assert "/secret" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("error", "level", "traced"),
+    [
+        (ExpertReadError("the file ends early"), "WARNING", False),
+        (ExpertReadError("the file ends early"), "INFO", True),
+        (IndexError("a bug"), "WARNING", True),
+    ],
+)
+def test_a_failure_is_one_line_of_the_log_and_only_a_bug_has_a_traceback(
+    served: Served, caplog: pytest.LogCaptureFixture, error: Exception, level: str, traced: bool
+) -> None:
+    error.__cause__ = OSError("what it came from")
+    caplog.set_level(level, "ds4q.serve")
+    served.engine.fails = lambda ids: error
+    try:
+        assert served.chat("?").status_code == 500
+    finally:
+        served.engine.fails = lambda ids: None
+    (record,) = [each for each in caplog.records if "failed" in each.getMessage()]
+    assert str(error) in record.getMessage()
+    assert (record.exc_info and record.exc_info[1]) == (error if traced else None)
+
+
 def test_a_bug_is_an_error_object_and_a_line_in_the_log(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
