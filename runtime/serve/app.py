@@ -20,10 +20,9 @@ from ds4q.runtime.serve import chat_api, completions, documents, openapi, page
 from ds4q.runtime.serve.guard import Guard
 from ds4q.runtime.serve.limits import Limits
 from ds4q.runtime.serve.live import live
-from ds4q.runtime.serve.metrics import MEDIA_TYPE
+from ds4q.runtime.serve.metrics import CLIENT_CLOSED_REQUEST, MEDIA_TYPE, outcome_of
 from ds4q.runtime.serve.refusal import Refusal
 from ds4q.runtime.serve.respond import (
-    CLIENT_CLOSED_REQUEST,
     JsonResponse,
     Object,
     refused,
@@ -85,7 +84,7 @@ def make_app(
     paths |= {chat_api.ENDPOINT, completions.ENDPOINT}
 
     def count(path: str, status: int) -> None:
-        serving.metrics.count(path if path in paths else "other", f"refused_{status}")
+        serving.metrics.count(path if path in paths else "other", outcome_of(status))
 
     _answer_errors(app, count)
     _add_page(app)

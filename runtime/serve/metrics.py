@@ -19,6 +19,7 @@ from ds4q.runtime.serve.service import Service
 MEDIA_TYPE = CONTENT_TYPE_LATEST
 FIRST_TOKEN_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
 STATES = ("loading", "ready", "failed", "draining")
 PHASES = ("prefill", "decode")
 
@@ -34,6 +35,11 @@ _EXPERT_COUNTS = {  # of a phase's counters: name of the metric, key, help
     "read_bytes": ("bytes", "Bytes of experts that were read on demand."),
     "wait_seconds": ("wait_s", "Seconds that the model waited for experts."),
 }
+
+
+def outcome_of(status: int) -> str:
+    """How a request has ended that was answered with this status and no result."""
+    return {500: "failed", CLIENT_CLOSED_REQUEST: "cancelled"}.get(status, f"refused_{status}")
 
 
 class Metrics:

@@ -16,12 +16,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ds4q.runtime.serve.follow import ClientLeftError, Follower, Waiting, while_connected
-from ds4q.runtime.serve.metrics import Metrics
+from ds4q.runtime.serve.metrics import CLIENT_CLOSED_REQUEST, Metrics, outcome_of
 from ds4q.runtime.serve.refusal import Refusal
 from ds4q.runtime.serve.serving import usage
 from ds4q.runtime.serve.transcript import Piece
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it, but it is counted
 STALLED_READER_S = 60.0
 
 Item = Piece | Waiting
@@ -186,7 +185,7 @@ class _EventStream(Response):
             outcome = self._follower.transcript.finish_reason or outcome
         except Refusal as refusal:
             await put(_event(refusal.body))
-            outcome = f"refused_{refusal.status}"
+            outcome = outcome_of(refusal.status)
         await put(b"", more=False)
         return outcome
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +13,13 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ds4q.runtime.errors import RunError
 from ds4q.runtime.serve import page
 from ds4q.runtime.serve.documents import Health, Live
 from tests.runtime.serve.scripted import ScriptedEngine
-from tests.runtime.serve.served import MODEL, Served, serving
+from tests.runtime.serve.served import MODEL, PATIENCE_S, Served, serving
+
+CHAT = "/v1/chat/completions"
 
 PHASE = {
     "accesses": 48,
@@ -96,6 +102,41 @@ def test_requests_tokens_and_times_are_counted(served: Served) -> None:
     assert after["ds4q_requests_running", ""] == after["ds4q_requests_waiting", ""] == 0
     assert after["ds4q_state", "ready"] == 1
     assert after["ds4q_state", "loading"] == 0
+
+
+def test_a_failure_of_the_model_is_failed_whole_and_as_a_stream(served: Served) -> None:
+    before = requests(served)
+    served.script("abcdef")
+    served.engine.fails = lambda ids: RunError("broken") if ids[-1:] == [99] else None
+    try:
+        assert served.chat().status_code == 500
+        assert "RunError" in served.chat(stream=True).text
+    finally:
+        served.engine.fails = lambda ids: None
+    assert requests(served) - before == Counter(failed=2)
+
+
+def test_a_client_that_leaves_inside_its_body_has_cancelled(served: Served) -> None:
+    before = requests(served)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{{"
+    with socket.create_connection(served.address, timeout=PATIENCE_S) as connection:
+        connection.sendall(head.encode())
+    for _ in range(int(PATIENCE_S / 0.01)):
+        if more := requests(served) - before:
+            break
+        threading.Event().wait(0.01)
+    assert more == Counter(cancelled=1)
+
+
+def requests(served: Served) -> Counter[str]:
+    """Chats so far by outcome."""
+    return Counter(
+        {
+            labels.removeprefix(f"{CHAT},"): int(value)
+            for (name, labels), value in scrape(served).items()
+            if name == "ds4q_requests_total" and labels.startswith(CHAT)
+        }
+    )
 
 
 def test_paths_that_are_none_do_not_become_labels(served: Served) -> None:
