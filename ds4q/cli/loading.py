@@ -55,12 +55,12 @@ class Loading:
         self.spread.check(paged=self.cache is not None and self.cache.paged)
 
     def open(
-        self, stack: ExitStack, tokens: int | None, *, beside_bytes: int = 0
+        self, stack: ExitStack, tokens: int | None, *, beside_bytes: int = 0, warm: bool = False
     ) -> tuple[Engine | HipEngine, dict[str, str]]:
         """``load`` with progress on stderr; ``stack`` closes the model, and warns of its notes."""
         self.check()
         with load_progress(quiet=self.quiet) as report:
-            engine, where = self.load(tokens, report, beside_bytes=beside_bytes)
+            engine, where = self.load(tokens, report, beside_bytes=beside_bytes, warm=warm)
         stack.enter_context(engine)
         notes = engine.notes
         warn_of(notes)
@@ -68,7 +68,13 @@ class Loading:
         return engine, where
 
     def load(
-        self, tokens: int | None, report: Progress, *, sequences: int = 1, beside_bytes: int = 0
+        self,
+        tokens: int | None,
+        report: Progress,
+        *,
+        sequences: int = 1,
+        beside_bytes: int = 0,
+        warm: bool = False,
     ) -> tuple[Engine | HipEngine, dict[str, str]]:
         """A loaded model, to be closed, and what it runs on.
 
@@ -77,11 +83,22 @@ class Loading:
         tokens : the most that one sequence will hold; None: as many as the model can
         report : called with (bytes read, bytes in all)
         sequences, beside_bytes : what an automatic cache of experts leaves room for
+        warm : compute a token, too, so that nobody's first answer waits for kernels to compile
         """
+        engine: Engine | HipEngine
         if self.device == "cpu":
-            engine = self._load_cpu(tokens, report, sequences, beside_bytes)
-            return engine, {"kind": "cpu"}
-        return self._load_hip(tokens, report, sequences, beside_bytes)
+            engine, facts = self._load_cpu(tokens, report, sequences, beside_bytes), {"kind": "cpu"}
+        else:
+            engine, facts = self._load_hip(tokens, report, sequences, beside_bytes)
+        if warm:
+            from ds4q.runtime.serve.service import warm_up
+
+            try:
+                warm_up(engine)
+            except BaseException:
+                engine.close()
+                raise
+        return engine, facts
 
     def _load_cpu(
         self, tokens: int | None, report: Progress, sequences: int, beside_bytes: int

@@ -312,7 +312,7 @@ def _chat(loading: Loading, words: ChatFormat, manner: Manner, telling: _Telling
     from ds4q.runtime.serve.scheduler import Scheduler
 
     with ExitStack() as stack:
-        engine, _ = loading.open(stack, None, beside_bytes=PREFIX_CACHE_BYTES)
+        engine, _ = loading.open(stack, None, beside_bytes=PREFIX_CACHE_BYTES, warm=True)
         if telling.verbose:
             say_breakdown(engine.load_s)
         scheduler = Scheduler(engine, queue=1, concurrent=1, prefix_cache_bytes=PREFIX_CACHE_BYTES)

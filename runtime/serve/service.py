@@ -31,6 +31,20 @@ class ServedEngine(BatchEngine, Protocol):
         """Free what it holds."""
 
 
+def warm_up(engine: BatchEngine) -> None:
+    """Compute tokens in each way that a server does, and forget them.
+
+    Kernels are compiled when they are first called, once on a machine; that takes long, and can
+    neither be cancelled nor told from an answer that takes long.
+    """
+    state = engine.new_state()
+    try:
+        for ids in ([0, 0], [0]):
+            engine.forward_many([(state, ids)])
+    finally:
+        state.close()
+
+
 class _GivenUpError(Exception):
     """Raised in the loading thread: nobody waits for the model any more."""
 

@@ -95,6 +95,8 @@ def test_sigterm_ends_it(tiny_artifact: Path, busy: bool) -> None:
             user.until(asked)
             user.until(answer)  # and it goes on
         user.process.send_signal(signal.SIGTERM)
+        if not busy:
+            user.type("\n")  # wakes a line editor that was not waiting yet
         assert "ds4q: terminated" in user.end()
         assert user.process.returncode == 143
 

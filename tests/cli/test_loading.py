@@ -138,6 +138,25 @@ def test_a_chat_leaves_room_for_its_snapshots(tiny_artifact: Path, monkeypatch: 
         assert (asked["beside_bytes"], asked["sequences"], asked["max_context"]) == wanted
 
 
+def test_a_chat_computes_before_it_asks(tiny_artifact: Path, monkeypatch: Any) -> None:
+    from ds4q.runtime.engine import Engine
+    from ds4q.runtime.serve import service
+
+    warmed: list[object] = []
+    closed: list[object] = []
+
+    def stop(engine: object) -> None:
+        warmed.append(engine)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(service, "warm_up", stop)
+    monkeypatch.setattr(Engine, "close", lambda self: closed.append(self))
+    monkeypatch.setattr("ds4q.cli.run.on_terminal", lambda: True)
+    assert CliRunner().invoke(main, ["run", str(tiny_artifact), "-q"]).exit_code == 130
+    assert len(warmed) == 1
+    assert closed == warmed
+
+
 @pytest.mark.parametrize("words", ["", "f64", "F16"])
 def test_no_other_type(tiny_artifact: Path, words: str) -> None:
     assert run(tiny_artifact, "--kv-type", words).exit_code == 2

@@ -10,7 +10,7 @@ import pytest
 
 from ds4q.runtime.errors import DrainingError, EngineError, RunError
 from ds4q.runtime.serve.scheduler import Scheduler
-from ds4q.runtime.serve.service import ServedEngine, Service
+from ds4q.runtime.serve.service import ServedEngine, Service, warm_up
 from ds4q.runtime.source import Progress
 from tests.checks import check_refused
 from tests.runtime.serve.heard import answer, ask, job
@@ -169,3 +169,13 @@ def test_drained_it_lets_requests_end_and_takes_no_new_one() -> None:
     assert engine.closed
     assert service.engine is None
     service.close()
+
+
+def test_warming_up_takes_steps_of_both_kinds_and_leaves_nothing() -> None:
+    engine = ScriptedEngine(default=[10])
+    warm_up(engine)
+    assert [[len(ids) for _, ids in parts] for parts in engine.forwards] == [[2], [1]]
+    assert engine.live_states == 0
+    engine.fails = lambda ids: RunError("a step fails")
+    check_refused(RunError, lambda: warm_up(engine))
+    assert engine.live_states == 0
