@@ -34,10 +34,19 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def _boolean(value: Any) -> Any:
+    """In Python 1 and 0.0 are among the values ``True`` and ``False``; in JSON they are not."""
+    if type(value) is not bool:
+        raise ValueError("should be a boolean")
+    return value
+
+
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Seed = Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT), BeforeValidator(_whole)]
 TokenId = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Stop = Annotated[str, Field(min_length=1)]
+OnlyTrue = Annotated[Literal[True], BeforeValidator(_boolean)]
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_boolean)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -160,7 +169,7 @@ class Function(_Strict):
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
-    strict: Literal[False] | None = None
+    strict: OnlyFalse | None = None
 
 
 class Tool(_Strict):
@@ -259,8 +268,8 @@ class ChatRequest(Generation):
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    store: Literal[False] | None = None
+    parallel_tool_calls: OnlyTrue | None = None
+    store: OnlyFalse | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
@@ -316,7 +325,7 @@ class CompletionRequest(Generation):
     logprobs: (
         Annotated[int, Field(ge=0, le=MOST_LEGACY_ALTERNATIVES), BeforeValidator(_whole)] | None
     ) = None
-    echo: Literal[False] | None = None
+    echo: OnlyFalse | None = None
     best_of: Annotated[int, Field(ge=1, le=1), BeforeValidator(_whole)] | None = None
 
     @property
