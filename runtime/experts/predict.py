@@ -167,8 +167,10 @@ class Prefetcher:
         for layer, table in self._tables.items():
             self._pager.prefetch(layer, table[ids].ravel().tolist(), Purpose.CERTAIN)
         if phase == "decode" and self._guess is not None:
-            self._tokens += 1
-            if self._tokens >= _JUDGED_FROM_TOKENS and not self._tokens % _JUDGED_EVERY_TOKENS:
+            before = self._tokens // _JUDGED_EVERY_TOKENS
+            self._tokens += len(ids)  # one a sequence
+            due = self._tokens // _JUDGED_EVERY_TOKENS != before
+            if due and self._tokens >= _JUDGED_FROM_TOKENS:
                 self._judge()
 
     def see(self, layer: int, ids: I64, logits: F32, x: F32) -> None:

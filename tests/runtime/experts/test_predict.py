@@ -297,6 +297,17 @@ def test_guesses_change_no_token_and_displace_nobody(
         assert guesses["dropped"] > 0
 
 
+def test_each_sequence_of_a_step_counts() -> None:
+    """Guesses are judged by tokens, however many are decoded together."""
+    pager = Asked(wasted=60)
+    said: list[str] = []
+    prefetcher = Prefetcher(pager, {}, Fixed(), say=said.append)
+    for step in range(1, 9):
+        prefetcher.begin(np.zeros(5, np.int64), "decode")
+        assert pager.looked == (step >= 7), step
+    assert said[0].startswith("prefetch by prediction is off: after 35 tokens")
+
+
 def test_an_engine_gives_guesses_up_and_says_so_once(
     tiny_path: Path, tmp_path: Path, plain: Ran
 ) -> None:
