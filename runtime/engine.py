@@ -300,14 +300,7 @@ class Engine:
             (state, checked_ids(ids, state.position, self.vocab_size, self.max_context))
             for state, ids in parts
         ]
-        check_parts([state for state, _ in batch])
-        tokens = sum(len(ids) for _, ids in batch)
-        if tokens > self.batch_tokens:
-            raise RunError(
-                "too many tokens for one step",
-                expected=f"at most {self.batch_tokens}",
-                found=tokens,
-            )
+        check_parts(batch, self.batch_tokens)
         decode = all(state.position and len(ids) == 1 for state, ids in batch)
         streams = self._advance(batch, "decode" if decode else "prefill", None, None)
         lasts = np.cumsum([len(ids) for _, ids in batch]) - 1
@@ -429,12 +422,17 @@ def checked_ids(
     return tokens.astype(np.int64)
 
 
-def check_parts(states: Sequence[object]) -> None:
-    """Refuse a step of no sequences, or of one twice."""
-    if not states:
+def check_parts(parts: Sequence[tuple[object, I64]], most_tokens: int) -> None:
+    """Refuse a step of no sequences, of one twice, or of more than ``most_tokens`` ids."""
+    if not parts:
         raise RunError("no sequences to go on with", expected="one or more", found=0)
-    if len({id(state) for state in states}) < len(states):
+    if len({id(state) for state, _ in parts}) < len(parts):
         raise SequenceError("a sequence twice in one step", remedy="give each sequence once")
+    tokens = sum(len(ids) for _, ids in parts)
+    if tokens > most_tokens:
+        raise RunError(
+            "too many tokens for one step", expected=f"at most {most_tokens}", found=tokens
+        )
 
 
 def checked_config(reader: Reader) -> ModelConfig:

@@ -38,7 +38,7 @@ from ds4q.runtime.engine import (
     checked_kv_type,
     shortened,
 )
-from ds4q.runtime.errors import CacheError, RunError
+from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.store import Phase
 from ds4q.runtime.experts.view import ExpertsView
@@ -258,14 +258,7 @@ class HipEngine:
         SequenceError, RunError : no parts, a sequence twice, or too many ids for one step
         """
         batch = [(state, self._checked(state, ids)) for state, ids in parts]
-        check_parts([state for state, _ in batch])
-        tokens = sum(len(ids) for _, ids in batch)
-        if tokens > self.batch_tokens:
-            raise RunError(
-                "too many tokens for one step",
-                expected=f"at most {self.batch_tokens}",
-                found=tokens,
-            )
+        check_parts(batch, self.batch_tokens)
         decode = all(_phase(state, ids) == "decode" for state, ids in batch)
         queued = self._queue(batch, "decode" if decode else "prefill", None)
         out = np.empty((len(batch), self.vocab_size), np.float32)
