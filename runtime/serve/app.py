@@ -14,14 +14,14 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.errors import Ds4qError, one_line
 from ds4q.quantize.encoding import Encoding
 from ds4q.runtime.serve import chat_api, completions, documents, openapi, page
 from ds4q.runtime.serve.guard import Guard
 from ds4q.runtime.serve.limits import Limits
 from ds4q.runtime.serve.live import live
 from ds4q.runtime.serve.metrics import CLIENT_CLOSED_REQUEST, MEDIA_TYPE, outcome_of
-from ds4q.runtime.serve.refusal import Refusal
+from ds4q.runtime.serve.refusal import Refusal, cut
 from ds4q.runtime.serve.respond import (
     JsonResponse,
     Object,
@@ -100,7 +100,7 @@ def _answer_errors(app: FastAPI, count: Any) -> None:
     """Have every error answered with OpenAI's object."""
 
     def answer(request: Request, refusal: Refusal) -> Response:
-        count(request.url.path, refusal.status)
+        count(request.scope["path"], refusal.status)
         return refused(refusal)
 
     @app.exception_handler(Refusal)
@@ -115,12 +115,12 @@ def _answer_errors(app: FastAPI, count: Any) -> None:
     async def of_router(request: Request, error: HTTPException) -> Response:
         what = {404: "there is no such path", 405: "this path takes another method"}
         words = what.get(error.status_code, str(error.detail))
-        message = f"{words}: {request.method} {request.url.path}"
+        message = f"{words}: {cut(request.method)} {cut(request.scope['path'])}"
         return answer(request, Refusal(error.status_code, message, headers=error.headers))
 
     @app.exception_handler(Exception)
     async def of_bug(request: Request, error: Exception) -> Response:
-        log.error("internal error at %s", request.url.path, exc_info=error)
+        log.error("internal error at %s", one_line(request.scope["path"]), exc_info=error)
         return answer(request, Refusal(500, "internal error; the server's log has more"))
 
 
@@ -129,7 +129,7 @@ def _add_page(app: FastAPI) -> None:
         try:
             content = page.read(name)
         except KeyError:
-            raise Refusal(404, f"the page has no part {name!r}") from None
+            raise Refusal(404, f"the page has no part {cut(name)!r}") from None
         return Response(content, media_type=page.FILES[name], headers=dict(page.HEADERS))
 
     @app.get("/", include_in_schema=False)

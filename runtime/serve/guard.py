@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ds4q.artifact.errors import one_line
 from ds4q.runtime.serve.limits import Limits, is_loopback
-from ds4q.runtime.serve.refusal import Refusal, shutting_down
+from ds4q.runtime.serve.refusal import Refusal, cut, shutting_down
 from ds4q.runtime.serve.respond import refused
 
 OPEN_PATHS = ("/", "/health", "/openapi.json", "/docs")
@@ -116,7 +116,8 @@ class Guard:
         if self._limits.local_only and not is_loopback(_name(host)):
             return Refusal(
                 403,
-                f"host {host!r} is not this machine; without an API key no other name is answered",
+                f"host {cut(host)!r} is not this machine; "
+                "without an API key no other name is answered",
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
@@ -124,7 +125,7 @@ class Guard:
         if origin is not None and origin.lower() not in own:
             return Refusal(
                 403,
-                f"a page of {origin!r} may not use this server; set an API key",
+                f"a page of {cut(origin)!r} may not use this server; set an API key",
                 code="origin_not_allowed",
             )
         return None

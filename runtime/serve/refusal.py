@@ -41,6 +41,13 @@ _TYPES = {  # of the error object, by status
     504: "timeout_error",
 }
 
+_WORDS = {  # for faults whose words in pydantic are of Python, by their type
+    "dict_type": "should be an object",
+    "model_type": "should be an object",
+    "too_short": "should have at least {min_length}",
+    "too_long": "should have at most {max_length}",
+}
+
 _CALLERS = (ChatError, ControlTokenError, PromptError, SamplingError, TokenError)
 """Errors that tell of a request, not of the model or the machine."""
 
@@ -119,7 +126,8 @@ class Refusal(Exception):
         if param in ONLY:
             message = f"unsupported value of {param}: {found}; only {ONLY[param]} is served"
             return cls(400, message, param=param, code="unsupported_value")
-        message = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        words = _WORDS.get(fault["type"], "").format_map(fault.get("ctx", {})) or fault["msg"]
+        message = words.removeprefix("Value error, ").removeprefix("Input ")
         if fault["type"] != "value_error":
             message += f", not {found}"
         code = "unsupported_value" if fault["type"] == "literal_error" else None
@@ -143,8 +151,13 @@ def _path(place: tuple[int | str, ...]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         elif not part.startswith("<"):
-            text += f".{part}" if text else part
+            text += f".{cut(part)}" if text else cut(part)
     return text
+
+
+def cut(text: str) -> str:
+    """Text of a request for a message, which need not be as long."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def _shown(value: Any) -> str:
@@ -153,5 +166,4 @@ def _shown(value: Any) -> str:
         return "an object"
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+    return cut(json.dumps(value, ensure_ascii=False))

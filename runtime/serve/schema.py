@@ -24,6 +24,7 @@ MOST_ALTERNATIVES = 20
 MOST_LEGACY_ALTERNATIVES = 5
 MOST_STOPS = 16
 SEED_LIMIT = 1 << 63
+TOKEN_LIMIT = 1 << 63  # of any vocabulary; what is beyond it is no id
 NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
@@ -43,7 +44,7 @@ def _boolean(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Seed = Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT), BeforeValidator(_whole)]
-TokenId = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+TokenId = Annotated[int, Field(ge=0, lt=TOKEN_LIMIT), BeforeValidator(_whole)]
 Stop = Annotated[str, Field(min_length=1)]
 OnlyTrue = Annotated[Literal[True], BeforeValidator(_boolean)]
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_boolean)]

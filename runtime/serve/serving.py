@@ -19,7 +19,7 @@ from ds4q.runtime.serve.follow import Follower
 from ds4q.runtime.serve.job import Job
 from ds4q.runtime.serve.limits import Limits
 from ds4q.runtime.serve.metrics import Metrics
-from ds4q.runtime.serve.refusal import Refusal, shutting_down
+from ds4q.runtime.serve.refusal import Refusal, cut, shutting_down
 from ds4q.runtime.serve.scheduler import Scheduler
 from ds4q.runtime.serve.schema import Generation
 from ds4q.runtime.serve.service import Service
@@ -91,7 +91,7 @@ class Serving:
         if name is not None and name != self.model_name:
             raise Refusal(
                 404,
-                f"there is no model {name!r}; {self.model_name!r} is served here",
+                f"there is no model {cut(name)!r}; {self.model_name!r} is served here",
                 param="model",
                 code="model_not_found",
             )

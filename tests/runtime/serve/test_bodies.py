@@ -120,6 +120,60 @@ def test_what_is_not_done_is_told_as_such(
 
 
 @pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"messages": []}, "messages: should have at least 1, not a list of 0"),
+        ({"stop": ["x"] * 17}, "stop: should have at most 16, not a list of 17"),
+        ({"thinking": True}, "thinking: should be an object, not true"),
+        ({"stream_options": 5}, "stream_options: should be an object, not 5"),
+        ({"response_format": "text"}, 'response_format: should be an object, not "text"'),
+        ({"tools": ["x"]}, 'tools[0]: should be an object, not "x"'),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools[0].function.parameters: should be an object, not a list of 0",
+        ),
+    ],
+)
+def test_what_a_value_should_be_is_told_in_words_of_json(
+    served: Served, fields: dict[str, Any], says: str
+) -> None:
+    body = {"messages": HI, "stream": True, **fields}
+    assert error_of(served.http.post(CHAT, json=body), 400)["message"] == says
+
+
+LONG = "x" * 20_000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", CHAT, {"messages": HI, "model": LONG}),
+        ("POST", CHAT, {"messages": HI, LONG: 1}),
+        ("POST", CHAT, {"messages": HI, "reasoning_effort": LONG}),
+        ("POST", TEXT, {"prompt": [10**4000]}),
+        ("GET", f"/v1/models/{LONG}", None),
+        ("GET", f"/page/{LONG}", None),
+        ("GET", f"/{LONG}", None),
+        (LONG, CHAT, None),
+    ],
+)
+def test_what_is_long_does_not_come_back_whole(
+    served: Served, method: str, path: str, body: Any
+) -> None:
+    response = served.http.request(method, path, json=body)
+    assert 400 <= response.status_code < 500
+    assert len(response.content) < 600
+    assert "..." in response.text
+
+
+@pytest.mark.parametrize("header", ["Host", "Origin"])
+def test_a_long_name_of_a_site_does_not_come_back_whole(served: Served, header: str) -> None:
+    response = served.http.get("/live", headers={header: LONG})
+    assert "xxx..." in error_of(response, 403)["message"]
+    assert len(response.content) < 600
+
+
+@pytest.mark.parametrize(
     "field",
     ["functions", "audio", "modalities", "prediction", "min_p", "top_k", "guided_json", "é\n"],
 )
@@ -284,7 +338,7 @@ def test_a_context_may_be_smaller_than_the_model_s() -> None:
         (5, "prompt"),
         (None, "prompt"),
         ([512], "prompt"),
-        ([1 << 70], "prompt"),
+        ([1 << 70], "prompt[0]"),
     ],
 )
 def test_a_text_prompt_that_cannot_be_is_refused(served: Served, prompt: Any, param: str) -> None:

@@ -173,6 +173,31 @@ def test_loopback_names_are_known(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
+@pytest.mark.parametrize(("path", "status"), [("/v1/", 401), ("/page/", 404), ("/health/", 401)])
+def test_what_a_path_holds_reaches_no_terminal(
+    caplog: pytest.LogCaptureFixture, path: str, status: int
+) -> None:
+    caplog.set_level("INFO", "ds4q.serve")
+    with serving(api_key=KEY) as served:  # its end has all lines written
+        bare(served, f"{path}%1b[2J%0d%0a%00%c2%9b%e2%80%ae%7f?%1b%0a")
+    (line,) = [record.getMessage() for record in caplog.records]
+    shown = f"GET {path}\\x1b[2J\\x0d\\x0a\\x00\\x9b\\x202e\\x7f {status}, "
+    assert line.startswith(shown)
+    assert line.isprintable()
+
+
+def test_a_bug_s_line_in_the_log_is_one_line(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("ds4q.runtime.serve.serving.Serving.check_model", broken)
+    assert bare(served, "/v1/models/%1b[2J%0a").status_code == 500
+    (line,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert line == "internal error at /v1/models/\\x1b[2J\\x0a"
+
+
 def test_a_line_of_the_log_is_one_line(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ds4q.serve")
     bare(served, "/v1/x%0aGET%20/v1/forged%20200")
