@@ -132,6 +132,7 @@ def _add_page(app: FastAPI) -> None:
             raise Refusal(404, f"the page has no part {cut(name)!r}") from None
         return Response(content, media_type=page.FILES[name], headers=dict(page.HEADERS))
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     def index() -> Response:
         return of_file("index.html")
@@ -145,6 +146,7 @@ def _add_state(app: FastAPI, serving: Serving, about: Mapping[str, str]) -> None
     began = time.monotonic()
     service = serving.service
 
+    @app.head("/health", include_in_schema=False)
     @app.get(
         "/health",
         summary="Whether requests are answered",

@@ -88,6 +88,9 @@ class Guard:
             log.info("%s %s %d, %.3f s", scope["method"], path, status, seconds)
 
     def _refusal(self, path: str, headers: Headers) -> Refusal | None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy in front may believe the other one, and take its end for a request's begin.
+            return Refusal(400, "both Content-Length and Transfer-Encoding", code="invalid_http")
         is_open = path in OPEN_PATHS or path.startswith(PAGE_PATHS)
         if self._key is None:
             if (refusal := self._foreign(headers)) is not None:

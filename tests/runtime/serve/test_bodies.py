@@ -426,6 +426,19 @@ def test_bytes_that_are_no_http_have_an_error_object(served: Served, request_byt
     assert (status, error["code"]) == (400, "invalid_http")
 
 
+def test_two_ways_to_tell_the_length_are_one_too_many(served: Served) -> None:
+    """Whoever believes the length sees a second request where others see the first one's body."""
+    answer = served.raw(
+        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    )
+    status, error = parsed(answer)
+    assert (status, error["code"]) == (400, "invalid_http")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in answer.lower()
+
+
 def test_a_length_that_is_too_small_leaves_a_broken_request_behind(served: Served) -> None:
     body = json.dumps({"messages": HI, "x": 1}).encode()
     answer = served.raw(

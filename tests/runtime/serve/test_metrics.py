@@ -208,6 +208,19 @@ def test_the_live_view_without_a_cache(served: Served) -> None:
     assert served.http.get("/live").json()["experts"] is None
 
 
+@pytest.mark.parametrize("path", ["/", "/health"])
+def test_head_is_answered_as_get_without_a_body(served: Served, path: str) -> None:
+    got = served.http.get(path)
+    raw = served.raw(
+        f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    )
+    head, _, body = raw.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert f"content-type: {got.headers['content-type']}".encode() in head.lower()
+    assert f"content-length: {len(got.content)}".encode() in head.lower()
+    assert body == b""
+
+
 def test_health_is_what_the_document_says(served: Served) -> None:
     response = served.http.get("/health")
     assert response.status_code == 200
