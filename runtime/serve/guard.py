@@ -61,6 +61,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _origin_form(scope)
         started, status = time.monotonic(), 0
         body = _Body(receive, send, self._limits)
 
@@ -132,6 +133,18 @@ class Guard:
                 code="origin_not_allowed",
             )
         return None
+
+
+def _origin_form(scope: Scope) -> Scope:
+    """A request whose target is a whole URL, as one for its path at its host (RFC 9112, 3.2.2)."""
+    scheme, separator, rest = scope["path"].partition("://")
+    if not separator or scheme.lower() not in ("http", "https"):
+        return scope
+    host, _, path = rest.partition("/")
+    headers = [each for each in scope["headers"] if each[0] != b"host"]
+    headers.append((b"host", host.encode()))
+    raw_path = b"/" + scope["raw_path"].partition(b"://")[2].partition(b"/")[2]
+    return {**scope, "path": f"/{path}", "raw_path": raw_path, "headers": headers}
 
 
 def _name(host: str) -> str:

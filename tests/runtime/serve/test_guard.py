@@ -146,6 +146,30 @@ def test_without_a_key_the_server_s_own_page_is_answered(served: Served) -> None
     assert bare(served, "/live", Origin=https).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost/v1/models", "localhost", 200),
+        ("HTTP://127.0.0.1:8000/v1/models/scripted?x=http://a/b", "evil.example", 200),
+        ("https://localhost", "localhost", 200),
+        ("http://evil.example/v1/models", "localhost", 403),
+        ("http://evil@localhost/v1/models", "localhost", 403),
+        ("http:///v1/models", "localhost", 403),
+        ("ftp://localhost/v1/models", "localhost", 404),
+    ],
+)
+def test_a_target_that_is_a_whole_url_names_the_host_itself(
+    served: Served, target: str, host: str, status: int
+) -> None:
+    head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+    assert served.raw(head.encode()).split()[1] == str(status).encode()
+
+
+def test_a_whole_url_needs_the_key_that_its_path_needs(keyed: Served) -> None:
+    head = "GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert keyed.raw(head.encode()).startswith(b"HTTP/1.1 401 ")
+
+
 def test_where_everybody_may_come_any_host_is_answered() -> None:
     with serving(limits=Limits(local_only=False)) as served:
         assert bare(served, "/v1/models", Host="models.example").status_code == 200
