@@ -1,8 +1,8 @@
 """Owns the pairing of a compiled kernel with its numpy reference. Knows no format and no model.
 
 ``DS4Q_REFERENCE=1`` is read when a pair is called, so one process can run both sides; ``steady``
-holds what was read. Every pair is listed
-in ``PAIRS``; a test runs each pair of codecs on the same input and compares the bytes.
+holds what was read. Every pair is listed in ``PAIRS``; a test runs each pair of codecs on the same
+input and compares the bytes.
 """
 
 from __future__ import annotations

@@ -197,15 +197,7 @@ def generate(
     """
     if max_tokens < 1:
         raise SamplingError("max_tokens", expected="at least 1", found=max_tokens)
-    check_prompt(prompt_ids, engine.vocab_size)
-    room = context_tokens - len(prompt_ids)
-    if room < 1:
-        raise ContextError(
-            "the prompt fills the context",
-            expected=f"fewer than {context_tokens} tokens",
-            found=len(prompt_ids),
-            remedy="shorten the prompt",
-        )
+    room = room_after(prompt_ids, engine.vocab_size, context_tokens)
     return Generation(
         engine,
         prompt_ids,
@@ -215,6 +207,26 @@ def generate(
         ignore_stop=ignore_stop,
         stream=TextStream(tokenizer.token_bytes) if tokenizer else None,
     )
+
+
+def room_after(prompt_ids: Sequence[int], vocab_size: int, context_tokens: int) -> int:
+    """How many new tokens a context has room for after a prompt that is sound; at least one.
+
+    Raises
+    ------
+    TokenError : as ``check_prompt``
+    ContextError : there is room for none
+    """
+    check_prompt(prompt_ids, vocab_size)
+    room = context_tokens - len(prompt_ids)
+    if room < 1:
+        raise ContextError(
+            "the prompt fills the context",
+            expected=f"fewer than {context_tokens} tokens",
+            found=len(prompt_ids),
+            remedy="shorten the prompt",
+        )
+    return room
 
 
 def check_prompt(ids: Sequence[int], vocab_size: int) -> None:

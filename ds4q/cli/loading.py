@@ -50,6 +50,14 @@ class Loading:
     spread: Spread
     kv_type: KvType
 
+    def metadata(self) -> Mapping[str, Any]:
+        """The artifact's metadata; warns of what its reader does."""
+        from ds4q.artifact.hfq import Reader
+
+        with Reader(self.file) as reader:
+            warn_of([f"{self.file}: {warning}" for warning in reader.warnings])
+            return reader.metadata
+
     def check(self) -> None:
         """Refuse what cannot be run on, before anything is read; raises ``RunError``."""
         self.spread.check(paged=self.cache is not None and self.cache.paged)

@@ -24,7 +24,7 @@ from ds4q.cli.common import (
     write_report,
 )
 from ds4q.cli.experts import cache_report, say_breakdown, say_cache
-from ds4q.cli.loading import Loading, ModelOptions, model_options, warn_of
+from ds4q.cli.loading import Loading, ModelOptions, model_options
 
 if TYPE_CHECKING:
     from ds4q.runtime.generate import Generation
@@ -182,7 +182,7 @@ def command(
     from ds4q.runtime.text.tokenizer import Tokenizer
 
     # What the metadata alone can refuse is refused before the weights are read.
-    metadata = _metadata(file)
+    metadata = loading.metadata()
     tokenizer = Tokenizer.from_metadata(metadata, path=file)
     stops = stop_ids(metadata, tokenizer)
     sampler = _sampler(metadata, temp, top_p, seed)
@@ -283,15 +283,6 @@ def _prompt_text(prompt: str | None) -> str:
     if not text:
         raise click.UsageError("no prompt: give -p TEXT or --prompt-ids, or pipe text into stdin")
     return text
-
-
-def _metadata(file: Path) -> Mapping[str, Any]:
-    """An artifact's metadata; warns of what its reader does."""
-    from ds4q.artifact.hfq import Reader
-
-    with Reader(file) as reader:
-        warn_of([f"{file}: {warning}" for warning in reader.warnings])
-        return reader.metadata
 
 
 def _required(tokenizer: Tokenizer | None, file: Path) -> Tokenizer:

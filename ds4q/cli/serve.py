@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ds4q.artifact.errors import one_line
-from ds4q.cli.common import Size, say, talk_options, warn
+from ds4q.cli.common import Size, say, talk_options
 from ds4q.cli.loading import ModelOptions, load_progress, model_options, warn_of
 
 if TYPE_CHECKING:
@@ -244,16 +244,12 @@ def _serve(
     api_key: str | None,
     model_name: str,
 ) -> None:
-    from ds4q.artifact.hfq import Reader
     from ds4q.runtime.errors import PromptError
     from ds4q.runtime.serve.listening import listen, url
     from ds4q.runtime.serve.service import Service
     from ds4q.runtime.text.tokenizer import Tokenizer
 
-    with Reader(loading.file) as reader:
-        metadata = reader.metadata
-        for warning in reader.warnings:
-            warn(f"{loading.file}: {warning}")
+    metadata = loading.metadata()
     tokenizer = Tokenizer.from_metadata(metadata, path=loading.file)
     if tokenizer is None:
         raise PromptError(

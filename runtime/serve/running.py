@@ -13,8 +13,8 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.runtime.errors import ContextError, EngineError, SamplingError
-from ds4q.runtime.generate import check_prompt
+from ds4q.runtime.errors import EngineError, SamplingError
+from ds4q.runtime.generate import room_after
 from ds4q.runtime.sampling import Sampler
 from ds4q.runtime.serve.job import (
     BatchEngine,
@@ -56,15 +56,7 @@ class Running:
     def __init__(self, job: Job, listener: Listener, ticket: Ticket, engine: BatchEngine) -> None:
         if job.max_tokens < 1:
             raise SamplingError("max_tokens", expected="at least 1", found=job.max_tokens)
-        check_prompt(job.prompt_ids, engine.vocab_size)
-        room = engine.max_context - len(job.prompt_ids)
-        if room < 1:
-            raise ContextError(
-                "the prompt fills the context",
-                expected=f"fewer than {engine.max_context} tokens",
-                found=len(job.prompt_ids),
-                remedy="shorten the prompt",
-            )
+        room = room_after(job.prompt_ids, engine.vocab_size, engine.max_context)
         self.ticket = ticket
         self.state: Sequenced | None = None
         self.started_at = 0.0

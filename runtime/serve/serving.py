@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds4q.quantize.encoding import Encoding
-from ds4q.runtime.errors import ContextError, DrainingError, RunError
-from ds4q.runtime.generate import check_prompt, metadata_object, stop_ids
+from ds4q.runtime.errors import DrainingError, RunError
+from ds4q.runtime.generate import metadata_object, room_after, stop_ids
 from ds4q.runtime.sampling import sampling_defaults
 from ds4q.runtime.serve.follow import Follower
 from ds4q.runtime.serve.job import Job
@@ -123,15 +123,7 @@ class Serving:
         engine, context = self.service.engine, self.max_context
         if engine is None or context is None:  # closed since the scheduler was asked for
             raise DrainingError
-        check_prompt(prompt_ids, engine.vocab_size)
-        room = context - len(prompt_ids)
-        if room < 1:
-            raise ContextError(
-                "the prompt fills the context",
-                expected=f"fewer than {context} tokens",
-                found=len(prompt_ids),
-                remedy="shorten the prompt",
-            )
+        room = room_after(prompt_ids, engine.vocab_size, context)
         seed = secrets.randbelow(DRAWN_SEEDS) if request.seed is None else request.seed
         given_temperature, given_top_p = request.temperature, request.top_p
         return Job(
