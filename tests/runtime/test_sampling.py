@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4q.runtime.errors import LogitsError, SamplingError
-from ds4q.runtime.sampling import Sampler, sampling_defaults
+from ds4q.runtime.sampling import Sampler, _nucleus, sampling_defaults
 
 LOGITS = st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=40)
 
@@ -89,6 +89,18 @@ def test_temperature_sharpens() -> None:
 def test_nucleus_is_the_fewest_that_reach_top_p(top_p: float, kept: set[int]) -> None:
     logits = of_probabilities(0.2, 0.4, 0.1, 0.3)
     assert set(draws(logits, 300, top_p=top_p)) == kept
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 12.0])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.95, 0.9999, np.nextafter(1, 0)])
+def test_nucleus_is_that_of_a_sort_of_all(spread: float, top_p: float) -> None:
+    """Flat and peaked, with many equals: however few of the weights are looked at."""
+    random = np.random.default_rng(5)
+    weights = np.exp(spread * np.round(random.standard_normal(5000), 2))
+    weights /= weights.max()
+    order = np.argsort(-weights, kind="stable")
+    count = np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum()) + 1
+    assert _nucleus(weights, top_p).tolist() == order[:count].tolist()
 
 
 def test_nucleus_takes_the_lowest_ids_of_equals_and_no_more_than_reach_it() -> None:
