@@ -119,7 +119,9 @@ def serving(artifact: Path) -> Iterator[str]:
         engine = Engine.load(artifact, threads=1, progress=report, cache=CacheOptions(slots=SLOTS))
         return Scripted(engine, tokenizer)
 
-    service = Service(load, lambda engine: Scheduler(engine, prefix_cache_bytes=1 << 30))
+    service = Service(
+        load, lambda engine, told: Scheduler(engine, prefix_cache_bytes=1 << 30, told=told)
+    )
     app = make_app(
         service,
         model_name="ds4-tiny",

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -259,7 +259,7 @@ def _serve(
         )
     encoding = model.read_encoding(loading.file, metadata)
     loaded = _Loaded(loading, limits.max_context, scheduling)
-    service = Service(loaded.load, lambda engine: _scheduler(engine, scheduling))
+    service = Service(loaded.load, lambda engine, told: _scheduler(engine, told, scheduling))
     server: Server | None = None
     with listen(host, port) as socket:
         if not loading.quiet:
@@ -330,10 +330,10 @@ class _Loaded:
         return engine
 
 
-def _scheduler(engine: Any, scheduling: Mapping[str, int]) -> Scheduler:
+def _scheduler(engine: Any, told: Callable[[], None], scheduling: Mapping[str, int]) -> Scheduler:
     from ds4q.runtime.serve.scheduler import Scheduler
 
-    return Scheduler(engine, **scheduling)
+    return Scheduler(engine, told=told, **scheduling)
 
 
 def _leave(service: Service, stop: KeyboardInterrupt, *, forced: bool) -> None:

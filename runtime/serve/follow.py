@@ -10,16 +10,18 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ds4q.artifact.errors import Ds4qError
 from ds4q.runtime.errors import EngineError
+from ds4q.runtime.serve.alarm import Alarm
 from ds4q.runtime.serve.job import (
     Event,
     Failed,
+    Finished,
     Job,
     Listener,
     NewToken,
@@ -27,6 +29,7 @@ from ds4q.runtime.serve.job import (
     Started,
     Ticket,
 )
+from ds4q.runtime.serve.mailbox import Mailbox
 from ds4q.runtime.serve.refusal import Refusal, shutting_down
 from ds4q.runtime.serve.transcript import Piece, Transcript
 
@@ -96,6 +99,7 @@ class Follower:
 
     Parameters
     ----------
+    mailbox : brings what the scheduler tells into this event loop
     transcript : takes the tokens; holds the counts of the answer
     keep_alive_s : ``pieces`` yields ``Waiting`` after so long without anything else
     limit_s : most seconds in all; None: no limit
@@ -109,6 +113,7 @@ class Follower:
     def __init__(
         self,
         scheduler: Submits,
+        mailbox: Mailbox,
         job: Job,
         transcript: Transcript,
         *,
@@ -125,14 +130,9 @@ class Follower:
         self._told = self._began
         self._last_token_s = 0.0
         self._prefilled = 0
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def hear(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and with it whoever would listen
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-        self._ticket = scheduler.submit(job, hear)
+        self._events: deque[Event] = deque()
+        self._woken = asyncio.Event()
+        self._ticket = scheduler.submit(job, mailbox.listener(self._hear))
 
     @property
     def token_s(self) -> float | None:
@@ -151,46 +151,74 @@ class Follower:
 
         Raises ``Refusal`` where the model fails, the time is up or the server ends.
         """
-        while True:
-            event = await self._next()
-            if event is None:
-                yield Waiting(self._prefilled, len(self.job.prompt_ids))
-            elif isinstance(event, Started):
-                self.cached_tokens = event.cached_tokens
-            elif isinstance(event, Prefilled):
-                self._prefilled = event.done
-            elif isinstance(event, NewToken):
-                self._told = time.monotonic()
-                self._last_token_s = self._told - self._began
-                if self.first_token_s is None:
-                    self.first_token_s = self._last_token_s
-                yield self.transcript.take(event)
+        alarm = Alarm(self._left_s, self._woken.set)
+        try:
+            while True:
+                await self._wait(alarm)
+                if not self._events:
+                    yield Waiting(self._prefilled, len(self.job.prompt_ids))
+                before = self.transcript.tokens
+                piece, last = self._take()
+                if self.transcript.tokens > before:
+                    yield piece
                 if self.transcript.stopped:
                     self.cancel()
                     yield self.transcript.end("stop")
                     return
-            elif isinstance(event, Failed):
-                _log_failure(event.error)
-                raise Refusal.of(event.error)
-            else:
-                if event.reason == "cancelled":
-                    raise shutting_down()
-                yield self.transcript.end(event.reason)
-                return
+                if last is not None:
+                    yield self._end(last)
+                    return
+        finally:
+            alarm.stop()
 
-    async def _next(self) -> Event | None:
-        """The next event; None where a client should hear that it is still waited for."""
-        now = time.monotonic()
-        quiet_s = self._told + self._keep_alive_s - now
-        left_s = math.inf if self._limit_s is None else self._began + self._limit_s - now
-        if left_s <= 0:
-            raise Refusal(504, f"no end of the answer within {self._limit_s:g} s", code="timeout")
-        try:
-            event = self._events.get_nowait()
+    def _hear(self, event: Event) -> None:
+        self._events.append(event)
+        self._woken.set()
+
+    def _left_s(self) -> float:
+        """Seconds until a client should hear something, whatever it is."""
+        quiet_s, now = self._told + self._keep_alive_s, time.monotonic()
+        limit_s = math.inf if self._limit_s is None else self._began + self._limit_s
+        return min(quiet_s, limit_s) - now
+
+    async def _wait(self, alarm: Alarm) -> None:
+        """Return with events, or with none once a client should hear that it is waited for."""
+        if self._events:
             await asyncio.sleep(0)  # however fast they come, others have their turn, too
-            return event
-        except asyncio.QueueEmpty:
-            with suppress(TimeoutError):
-                return await asyncio.wait_for(self._events.get(), max(0, min(quiet_s, left_s)))
-        self._told = time.monotonic()
-        return None
+        else:
+            self._woken.clear()
+            alarm.start()
+            await self._woken.wait()
+        now = time.monotonic()
+        if self._limit_s is not None and now - self._began >= self._limit_s:
+            raise Refusal(504, f"no end of the answer within {self._limit_s:g} s", code="timeout")
+        if not self._events:
+            self._told = now
+
+    def _take(self) -> tuple[Piece, Finished | Failed | None]:
+        """What all events add that are there, and the last one where the answer ends with it."""
+        piece = Piece()
+        while self._events and not self.transcript.stopped:
+            event = self._events.popleft()
+            if isinstance(event, NewToken):
+                self._told = time.monotonic()
+                self._last_token_s = self._told - self._began
+                if self.first_token_s is None:
+                    self.first_token_s = self._last_token_s
+                piece.add(self.transcript.take(event))
+            elif isinstance(event, Started):
+                self.cached_tokens = event.cached_tokens
+            elif isinstance(event, Prefilled):
+                self._prefilled = event.done
+            else:
+                return piece, event
+        return piece, None
+
+    def _end(self, last: Finished | Failed) -> Piece:
+        """What was held back until the end; raises ``Refusal`` for an end that is none."""
+        if isinstance(last, Failed):
+            _log_failure(last.error)
+            raise Refusal.of(last.error)
+        if last.reason == "cancelled":
+            raise shutting_down()
+        return self.transcript.end(last.reason)

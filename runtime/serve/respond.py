@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ds4q.runtime.serve.alarm import Alarm
 from ds4q.runtime.serve.follow import ClientLeftError, Follower, Waiting, while_connected
 from ds4q.runtime.serve.metrics import CLIENT_CLOSED_REQUEST, Metrics, outcome_of
 from ds4q.runtime.serve.refusal import Refusal
@@ -45,9 +47,12 @@ class Form(Protocol):
         """The answer in one."""
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def json_bytes(value: Any) -> bytes:
     """Compact JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _JSON.encode(value).encode()
 
 
 class JsonResponse(Response):
@@ -152,6 +157,7 @@ class _EventStream(Response):
         self._form = form
         self._ending = ending
         self._include_usage = include_usage
+        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = "failed"
@@ -172,35 +178,49 @@ class _EventStream(Response):
             self._ending.reach(outcome)
 
     async def _write(self, send: Send) -> str:
-        """Send all there is; how the answer ended."""
+        """Send all there is; how the answer ended.
 
+        Raises ``TimeoutError`` where the client does not read.
+        """
+        async with asyncio.timeout(None) as patience:
+            stalled = Alarm(self._left_s, lambda: patience.reschedule(0))
+            stalled.start()
+            try:
+                return await self._write_all(send)
+            finally:
+                stalled.stop()
+
+    async def _write_all(self, send: Send) -> str:
         async def put(data: bytes, *, more: bool = True) -> None:
-            async with asyncio.timeout(STALLED_READER_S):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._sending_since = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._sending_since = None
 
-        outcome = "failed"
+        opening = self._form.opening()
+        data = b"" if opening is None else _event(opening)
         try:
-            async for data in self._events():
-                await put(data)
-            outcome = self._follower.transcript.finish_reason or outcome
+            async for each in self._items():
+                if isinstance(each, Waiting):
+                    data += f": keep-alive, {each.done} of {each.total} prompt tokens\n\n".encode()
+                elif not each.empty:
+                    data += _event(self._form.chunk(each, None))
+                if data:
+                    await put(data)
+                data = b""
         except Refusal as refusal:
-            await put(_event(refusal.body))
-            outcome = outcome_of(refusal.status)
-        await put(b"", more=False)
-        return outcome
-
-    async def _events(self) -> AsyncIterator[bytes]:
-        if (opening := self._form.opening()) is not None:
-            yield _event(opening)
-        async for each in self._items():
-            if isinstance(each, Waiting):
-                yield f": keep-alive, {each.done} of {each.total} prompt tokens\n\n".encode()
-            elif not each.empty:
-                yield _event(self._form.chunk(each, None))
-        yield _event(self._form.chunk(Piece(), self._follower.transcript.finish_reason))
+            await put(data + _event(refusal.body), more=False)
+            return outcome_of(refusal.status)
+        reason = self._follower.transcript.finish_reason
+        data = _event(self._form.chunk(Piece(), reason))
         if self._include_usage:
-            yield _event(self._form.usage_chunk(usage(self._follower)))
-        yield b"data: [DONE]\n\n"
+            data += _event(self._form.usage_chunk(usage(self._follower)))
+        await put(data + b"data: [DONE]\n\n", more=False)
+        return reason or "failed"
+
+    def _left_s(self) -> float:
+        """Seconds that the client may take for what is being sent."""
+        since = self._sending_since
+        return STALLED_READER_S - (0.0 if since is None else time.monotonic() - since)
 
     async def _items(self) -> AsyncIterator[Item]:
         yield self._first

@@ -63,6 +63,8 @@ class Scheduler:
     queue : jobs that may wait beside those that run
     concurrent : jobs that run together
     prefix_cache_bytes : of the snapshots that later prompts may go on from; 0: none
+    told : called when something was told, once for all listeners that a step concerns, and from the
+        thread that runs the model
 
     Raises
     ------
@@ -70,7 +72,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, engine: BatchEngine, *, queue: int = 64, concurrent: int = 8, prefix_cache_bytes: int
+        self,
+        engine: BatchEngine,
+        *,
+        queue: int = 64,
+        concurrent: int = 8,
+        prefix_cache_bytes: int,
+        told: Callable[[], None] = lambda: None,
     ) -> None:
         if queue < 1:
             raise ServeError("length of the queue", expected="1 or more", found=queue)
@@ -84,6 +92,7 @@ class Scheduler:
         self._queue = queue
         self._concurrent = concurrent
         self._prefixes = PrefixCache(prefix_cache_bytes)
+        self._told = told
         self._changed = threading.Condition()  # guards all that follows
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in the order in which they came
@@ -201,10 +210,12 @@ class Scheduler:
                 self._end_cancelled()
                 self._admit()
                 self._answer()
+                self._told()
                 self._prefill()
             except Exception as error:  # of no request alone, and none may be left without an end
                 for each in list(self._running):
                     self._fail(each, error)
+            self._told()
         self._prefixes.clear()
 
     def _await_work(self) -> bool:

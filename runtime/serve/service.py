@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from ds4q.artifact.errors import Ds4qError
 from ds4q.runtime.errors import EngineError
 from ds4q.runtime.serve.job import BatchEngine
+from ds4q.runtime.serve.mailbox import Mailbox
 from ds4q.runtime.serve.scheduler import Scheduler
 from ds4q.runtime.source import Progress
 
@@ -55,7 +56,7 @@ class Service:
     Parameters
     ----------
     load : opens the model, telling its progress as (bytes read, bytes in all)
-    make : the scheduler of a loaded model
+    make : the scheduler of a loaded model; what it is to call after it told something comes along
 
     Attributes
     ----------
@@ -63,16 +64,20 @@ class Service:
     progress : (bytes read, bytes in all); (0, 0) before the first is told
     error : why loading failed
     engine, scheduler : None until it is ready
+    mailbox : brings what the scheduler tells into the event loop
     """
 
     def __init__(
-        self, load: Callable[[Progress], ServedEngine], make: Callable[[ServedEngine], Scheduler]
+        self,
+        load: Callable[[Progress], ServedEngine],
+        make: Callable[[ServedEngine, Callable[[], None]], Scheduler],
     ) -> None:
         self.state: ServiceState = "loading"
         self.progress = (0, 0)
         self.error: Ds4qError | None = None
         self.engine: ServedEngine | None = None
         self.scheduler: Scheduler | None = None
+        self.mailbox = Mailbox()
         self._load = load
         self._make = make
         self._lock = threading.Lock()  # of what follows from being given up while loading
@@ -112,7 +117,7 @@ class Service:
         engine = None
         try:
             engine = self._load(self._told)
-            scheduler = self._make(engine)
+            scheduler = self._make(engine, self.mailbox.deliver)
             with self._lock:
                 self.engine, self.scheduler = engine, scheduler
                 if self.state == "loading":

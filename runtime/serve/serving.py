@@ -156,6 +156,7 @@ class Serving:
         try:
             return Follower(
                 scheduler,
+                self.service.mailbox,
                 job,
                 transcript,
                 keep_alive_s=self.limits.keep_alive_s,

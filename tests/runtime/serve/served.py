@@ -156,8 +156,12 @@ def serving(
     assert tokenizer is not None
     service = Service(
         load or (lambda report: engine),
-        lambda made: Scheduler(
-            made, queue=queue, concurrent=concurrent, prefix_cache_bytes=prefix_cache_bytes
+        lambda made, told: Scheduler(
+            made,
+            queue=queue,
+            concurrent=concurrent,
+            prefix_cache_bytes=prefix_cache_bytes,
+            told=told,
         ),
     )
     app = make_app(

@@ -8,9 +8,21 @@ from typing import Any
 
 import pytest
 
+from ds4q.runtime.errors import RunError
 from ds4q.runtime.serve import follow
 from ds4q.runtime.serve.follow import ClientLeftError, Follower, Waiting, while_connected
-from ds4q.runtime.serve.job import Event, Finished, Job, Listener, NewToken, Prefilled, Ticket
+from ds4q.runtime.serve.job import (
+    Event,
+    Failed,
+    Finished,
+    Job,
+    Listener,
+    NewToken,
+    Prefilled,
+    Started,
+    Ticket,
+)
+from ds4q.runtime.serve.mailbox import Mailbox
 from ds4q.runtime.serve.refusal import Refusal
 from ds4q.runtime.serve.transcript import Piece, Transcript
 from ds4q.runtime.text.tokenizer import Tokenizer
@@ -22,18 +34,23 @@ END = Finished("stop", 2, 1, 0, 0.1, 0.0)
 
 
 class Told:
-    """A scheduler that tells what a test says."""
+    """A scheduler that tells what a test says, each time all of it together."""
 
     def __init__(self, *events: Event) -> None:
         self.events = events
-        self.listener: Listener = lambda event: None
+        self.mailbox = Mailbox()
         self.cancelled = 0
+        self._listener: Listener = lambda event: None
 
     def submit(self, job: Job, listener: Listener) -> Ticket:
-        self.listener = listener
-        for event in self.events:
-            listener(event)
+        self._listener = listener
+        self.tell(*self.events)
         return Ticket(self._cancel)
+
+    def tell(self, *events: Event) -> None:
+        for event in events:
+            self._listener(event)
+        self.mailbox.deliver()
 
     def _cancel(self) -> None:
         self.cancelled += 1
@@ -43,7 +60,7 @@ def follower(told: Told, *, keep_alive_s: float = 10, limit_s: float | None = No
     tokenizer = Tokenizer.from_metadata(metadata())
     assert tokenizer is not None
     transcript = Transcript(tokenizer, stop_ids=JOB.stop_ids)
-    return Follower(told, JOB, transcript, keep_alive_s=keep_alive_s, limit_s=limit_s)
+    return Follower(told, told.mailbox, JOB, transcript, keep_alive_s=keep_alive_s, limit_s=limit_s)
 
 
 class Clock:
@@ -69,13 +86,43 @@ def test_an_answer_that_comes_fast_leaves_others_their_turn() -> None:
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(other())
-        told = Told(*[NewToken(65)] * 500, END)
-        pieces = [piece async for piece in follower(told).pieces()]
+        told = Told(NewToken(65))
+        followed, content = follower(told), ""
+        async for piece in followed.pieces():  # a next token is there before one is asked for
+            assert isinstance(piece, Piece)
+            content += piece.content
+            followed._hear(NewToken(65) if len(content) < 500 else END)
         watching.cancel()
-        assert len(pieces) == 501
+        assert content == 500 * "A"
         return turns
 
     assert asyncio.run(read()) >= 500
+
+
+def test_what_has_gathered_is_one_piece() -> None:
+    async def read() -> list[Piece | Waiting]:
+        told = Told(Started(1), Prefilled(2, 2), NewToken(65), NewToken(66), NewToken(EOS), END)
+        followed = follower(told)
+        pieces = [piece async for piece in followed.pieces()]
+        assert (followed.cached_tokens, followed.transcript.tokens) == (1, 3)
+        return pieces
+
+    first, last = asyncio.run(read())
+    assert isinstance(first, Piece)
+    assert isinstance(last, Piece)
+    assert (first.content, last.empty) == ("AB", True)
+
+
+def test_what_came_before_a_failure_is_told() -> None:
+    async def read() -> None:
+        pieces = follower(Told(NewToken(65), Failed(RunError("broken")))).pieces()
+        (piece,) = await some(pieces, 1)
+        assert isinstance(piece, Piece)
+        assert piece.content == "A"
+        with pytest.raises(Refusal, match="broken"):
+            await anext(pieces)
+
+    asyncio.run(read())
 
 
 def test_nobody_is_told_to_wait_while_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +134,7 @@ def test_nobody_is_told_to_wait_while_tokens_come(monkeypatch: pytest.MonkeyPatc
         assert isinstance(piece, Piece)
         assert piece.content == "A"
         clock.now += 9  # 18 s after the beginning, and 9 after the last token
-        asyncio.get_running_loop().call_soon(told.listener, NewToken(66))
+        told.tell(NewToken(66))
         (piece,) = await some(pieces, 1)
         assert isinstance(piece, Piece)
         assert piece.content == "B"
@@ -112,9 +159,11 @@ def test_progress_alone_is_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_limit_holds_however_fast_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
     async def read(clock: Clock) -> None:
-        pieces = follower(Told(*[NewToken(65)] * 9), limit_s=5).pieces()
-        await some(pieces, 3)
+        told = Told(NewToken(65))
+        pieces = follower(told, limit_s=5).pieces()
+        await some(pieces, 1)
         clock.now += 6
+        told.tell(NewToken(65))
         with pytest.raises(Refusal, match="within 5 s"):
             await some(pieces, 1)
 
@@ -132,7 +181,7 @@ def test_times_are_those_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (followed.first_token_s, followed.token_s) == (2, None)
         for _ in range(4):
             clock.now += 0.5
-            told.listener(NewToken(66))
+            told.tell(NewToken(66))
             await some(pieces, 1)
         assert (followed.first_token_s, followed.token_s) == (2, 0.5)
 
@@ -146,7 +195,7 @@ def test_a_loop_that_has_ended_hears_nothing() -> None:
         follower(told)
 
     asyncio.run(begin())
-    told.listener(NewToken(65))  # from the model's thread, which must not be disturbed
+    told.tell(NewToken(65))  # from the model's thread, which must not be disturbed
 
 
 def receiver(*kinds: str) -> Callable[[], Any]:

@@ -162,7 +162,7 @@ def test_a_job_that_cannot_be_run_is_refused_at_once(
 @pytest.mark.parametrize(
     "bad", [{"queue": 0}, {"concurrent": 0}, {"concurrent": 65}, {"prefix_cache_bytes": -1}]
 )
-def test_numbers_that_cannot_be_are_refused(engine: ScriptedEngine, bad: dict[str, int]) -> None:
+def test_numbers_that_cannot_be_are_refused(engine: ScriptedEngine, bad: dict[str, Any]) -> None:
     check_refused(ServeError, lambda: Scheduler(engine, **{"prefix_cache_bytes": 0, **bad}))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -19,8 +19,8 @@ from tests.runtime.serve.scripted import ASSISTANT, BOS, EOS, PATIENCE_S, Script
 HI = [BOS, 1, ASSISTANT, 261]
 
 
-def schedule(engine: ServedEngine) -> Scheduler:
-    return Scheduler(engine, concurrent=2, prefix_cache_bytes=0)
+def schedule(engine: ServedEngine, told: Callable[[], None]) -> Scheduler:
+    return Scheduler(engine, concurrent=2, prefix_cache_bytes=0, told=told)
 
 
 class SlowLoad:
@@ -109,7 +109,7 @@ def test_an_error_that_no_rule_foresees_is_told_in_one_line() -> None:
 def test_a_model_without_a_scheduler_is_freed() -> None:
     engine = ScriptedEngine()
 
-    def refuse(_: ServedEngine) -> Scheduler:
+    def refuse(_: ServedEngine, __: Callable[[], None]) -> Scheduler:
         raise RunError("too many at once")
 
     service = Service(lambda progress: engine, refuse)
