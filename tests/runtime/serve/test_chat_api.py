@@ -121,7 +121,7 @@ def test_a_stream_has_the_role_first_then_text_then_the_reason_then_usage(served
     assert "".join(text["content"] for text in texts) == "Hi"
     *others, last = [each["choices"][0]["finish_reason"] for each in chunks[:-1]]
     assert (set(others), last) == ({None}, "stop")
-    assert [each["usage"] for each in chunks[:-1]] == [None] * 4
+    assert {each["usage"] for each in chunks[:-1]} == {None}
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 3
 
