@@ -20,6 +20,7 @@ from typing import Any
 from ds4q.artifact.check import check_structure, own_metadata
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check
+from ds4q.artifact.whole import write_whole
 from ds4q.artifact.writer import fsync_folder
 from ds4q.registry.arch import ARCH_NAMES, MIXED, quant_for
 from ds4q.registry.entries import (
@@ -33,7 +34,7 @@ from ds4q.registry.installed import companions
 from ds4q.registry.names import plain_name
 from ds4q.registry.rules import GB, SIDECAR_KINDS
 from ds4q.registry.schema import canonical, parse
-from ds4q.registry.sources import read_file, write_whole
+from ds4q.registry.sources import read_file
 from ds4q.registry.store import digest_of
 from ds4q.registry.verify import CheckAdapter, check_draft, check_receipt, is_draft
 

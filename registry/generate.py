@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.whole import write_whole
 from ds4q.registry.arch import KNOWN_QUANTS, arch_id_for, quant_for
 from ds4q.registry.entries import SCHEMA_VERSION, check_document
 from ds4q.registry.errors import GenerateError, RegistryError
 from ds4q.registry.hub import look_up
 from ds4q.registry.rules import SIDECAR_KINDS
 from ds4q.registry.schema import Kind, Problem, canonical, parse, schema_problems, shown
-from ds4q.registry.sources import read_file, write_whole
+from ds4q.registry.sources import read_file
 
 CURATED, LISTING, DOCUMENT = "models.json", "listing.json", "registry.json"
 

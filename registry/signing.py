@@ -19,9 +19,9 @@ from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import read_receipt, receipt_path
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.walk import ReceiptDigests
+from ds4q.artifact.whole import write_whole
 from ds4q.registry.errors import RegistryError
 from ds4q.registry.names import inner_path
-from ds4q.registry.sources import write_whole
 from ds4q.registry.store import digest_of, opened
 
 if TYPE_CHECKING:

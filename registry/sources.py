@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import threading
 import time
 import urllib.parse
 import urllib.request
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.whole import write_whole
 from ds4q.registry.errors import RefusedError, SourceError
 from ds4q.registry.remote import Lane, Remote, TryAgain, shown
 from ds4q.registry.schema import MAX_DOCUMENT_BYTES, canonical, parse
@@ -209,39 +208,3 @@ def keep_copy(url: str, document: dict[str, Any]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, canonical(kept), mode=0o600)
-
-
-def write_whole(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Put ``text`` at ``path`` at once: readers see what was there before, or all of it.
-
-    ``mode`` holds for a new file and for one that is replaced; None keeps that of a file that is
-    there, and is 0o644 for a new one.
-
-    Raises
-    ------
-    OSError : nothing is left behind then
-    """
-    kept = None
-    if mode is None:
-        mode = 0o644
-        with suppress(FileNotFoundError):
-            kept = stat.S_IMODE(path.stat().st_mode)
-    number = 0
-    while True:
-        temporary = path.with_name(f".{path.name}.part.{os.getpid()}.{number}")
-        try:
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-            break
-        except FileExistsError:
-            number += 1
-    try:
-        with open(handle, "wb") as file:
-            if kept is not None:
-                os.fchmod(file.fileno(), kept)
-            file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -118,7 +118,7 @@ def _is_stdout(path: Path) -> bool:
 
 def write_report(path: Path, text: str) -> None:
     """Write ``text`` to a claimed file, whole or not at all."""
-    from ds4q.registry.sources import write_whole
+    from ds4q.artifact.whole import write_whole
 
     try:
         write_whole(path, text, mode=0o666)

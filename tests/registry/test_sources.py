@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import stat
 import threading
@@ -328,32 +327,3 @@ def test_update_without_a_url_says_where_to_set_one(monkeypatch: pytest.MonkeyPa
     check_refused(SourceError, update_registry, says=["set DS4Q_REGISTRY_URL"])
     monkeypatch.setenv(sources.URL_VARIABLE, "/some/file.json")
     check_refused(SourceError, update_registry, says=["/some/file.json"])
-
-
-# --- writing ------------------------------------------------------------------------------------
-
-
-def test_text_is_written_whole_beside_what_others_left(tmp_path: Path) -> None:
-    target = tmp_path / "r.json"
-    left = tmp_path / f".r.json.part.{os.getpid()}.0"
-    left.write_text("of another run")
-    sources.write_whole(target, "ü")
-    sources.write_whole(target, "new")
-    assert target.read_text() == "new"
-    assert left.read_text() == "of another run"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "r.json"]
-
-
-def test_a_full_disk_leaves_the_old_text_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "r.json"
-    target.write_text("old")
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        sources.write_whole(target, "new")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.json", "old")]
