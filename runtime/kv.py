@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.runtime.config import ModelConfig
-from ds4q.runtime.kvtype import STORED, KvType, Rows, narrow
+from ds4q.runtime.kvtable import Held
+from ds4q.runtime.kvtype import STORED, KvType, Rows
 
 F32 = npt.NDArray[np.float32]
 
@@ -26,12 +27,14 @@ _FIRST_ROWS = 256
 _TILE_ROWS = 4  # kernels read entries in groups of four rows, the last one past the count
 
 
-class Entries:
+class Entries(Held):
     """Rows that only ever grow in number; capacity doubles, so copying stays linear in all."""
+
+    __slots__ = ()
 
     def __init__(self, width: int, expected: int | None, stored: np.dtype[Any]) -> None:
         rows = _FIRST_ROWS if expected is None else expected
-        self.rows: Rows = np.zeros((_whole_tiles(rows), width), dtype=stored)
+        super().__init__(np.zeros((_whole_tiles(rows), width), dtype=stored))
 
     def reserve(self, count: int) -> Rows:
         """The row array, [capacity >= count, width]; contents are kept."""
@@ -39,13 +42,8 @@ class Entries:
             rows = _whole_tiles(max(count, 2 * len(self.rows)))
             grown = np.zeros((rows, self.rows.shape[1]), self.rows.dtype)
             grown[: len(self.rows)] = self.rows
-            self.rows = grown
+            self.hold(grown)
         return self.rows
-
-    def put(self, number: int, rows: Rows) -> None:
-        """Write entries ``number`` on, next to those that are there."""
-        end = number + len(rows)
-        self.reserve(end)[number:end] = rows
 
 
 def window_rows(config: ModelConfig, batch: int) -> int:
@@ -67,18 +65,9 @@ def _whole_tiles(rows: int) -> int:
     return -(-rows // _TILE_ROWS) * _TILE_ROWS
 
 
-def _put(ring: Rows, first: int, rows: Rows) -> None:
-    """Write the rows of positions ``first`` on; no more than the ring has."""
-    at = first % len(ring)
-    ahead = min(len(rows), len(ring) - at)
-    ring[at : at + ahead] = rows[:ahead]
-    if ahead < len(rows):
-        ring[: len(rows) - ahead] = rows[ahead:]
-
-
-def _kept(ring: Rows, first: int, end: int) -> Rows:
-    """A copy of the rows of positions ``first`` .. ``end - 1``."""
-    return ring[np.arange(first, end) % len(ring)]
+def _slots(ring: Rows, first: int, end: int) -> npt.NDArray[np.int64]:
+    """Where ``ring`` has the rows of positions ``first`` .. ``end - 1``."""
+    return np.arange(first, end) % len(ring)
 
 
 class CompressorCache:
@@ -91,35 +80,34 @@ class CompressorCache:
     batch : most tokens of one step
     max_context : most tokens of the sequence, or None to grow
     stored : how entries are kept
+
+    Attributes
+    ----------
+    raw : f32 [2, ring, C], values and gates by position
+    entries : of finished windows
     """
 
     def __init__(
         self, ratio: int, width: int, batch: int, max_context: int | None, stored: np.dtype[Any]
     ) -> None:
-        ring = (ring_rows(ratio, batch), overlap(ratio) * width)
-        self.values: F32 = np.zeros(ring, dtype=np.float32)
-        self.gates: F32 = np.zeros(ring, dtype=np.float32)
+        shape = 2, ring_rows(ratio, batch), overlap(ratio) * width
+        self.raw = Held(np.zeros(shape, dtype=np.float32))
         expected = None if max_context is None else max_context // ratio
         self.entries = Entries(width, expected, stored)
         self._ratio = ratio
 
-    def put(self, first: int, values: F32, gates: F32) -> None:
-        """Write the raw rows of positions ``first`` on; a batch of them at most."""
-        _put(self.values, first, values)
-        _put(self.gates, first, gates)
-
     def rows(self, position: int) -> list[Rows]:
         """Copies of what steps from ``position`` on read: raw values, gates, and entries."""
         first = self._first(position)
-        raw = [_kept(ring, first, position) for ring in (self.values, self.gates)]
+        raw = [ring[_slots(ring, first, position)] for ring in self.raw.rows]
         return [*raw, self.entries.rows[: position // self._ratio].copy()]
 
     def load(self, position: int, rows: Sequence[Rows]) -> None:
         """Take what ``rows`` gave at ``position``."""
-        values, gates, entries = rows
-        _put(self.values, self._first(position), values)
-        _put(self.gates, self._first(position), gates)
-        self.entries.put(0, entries)
+        *raw, entries = rows
+        for ring, kept in zip(self.raw.rows, raw, strict=True):
+            ring[_slots(ring, self._first(position), position)] = kept
+        self.entries.reserve(len(entries))[: len(entries)] = entries
 
     def _first(self, position: int) -> int:
         """The first raw row that an entry yet to come looks at."""
@@ -128,7 +116,7 @@ class CompressorCache:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self.values.nbytes + self.gates.nbytes + self.entries.rows.nbytes
+        return self.raw.rows.nbytes + self.entries.rows.nbytes
 
 
 class LayerCache:
@@ -143,7 +131,7 @@ class LayerCache:
         kv_type: KvType = "f32",
     ) -> None:
         ratio, stored = config.compress_ratios[layer], STORED[kv_type]
-        self.window: Rows = np.zeros((window_rows(config, batch), config.head_dim), stored)
+        self.window = Held(np.zeros((window_rows(config, batch), config.head_dim), stored))
         self._reach = config.sliding_window
         self.compressor: CompressorCache | None = None
         self.index: CompressorCache | None = None
@@ -153,19 +141,17 @@ class LayerCache:
             plain = STORED["f32"]
             self.index = CompressorCache(ratio, config.index_head_dim, batch, max_context, plain)
 
-    def put(self, first: int, rows: F32) -> None:
-        """Write the window rows of positions ``first`` on; a batch of them at most."""
-        _put(self.window, first, narrow(rows, self.window.dtype))
-
     def rows(self, position: int) -> list[list[Rows]]:
         """Copies of what steps from ``position`` on read: window rows, then each compressor's."""
-        window = _kept(self.window, self._first(position), position)
+        ring = self.window.rows
+        window = ring[_slots(ring, self._first(position), position)]
         return [[window], *(part.rows(position) for part in self._compressors)]
 
     def load(self, position: int, rows: Sequence[Sequence[Rows]]) -> None:
         """Take what ``rows`` gave at ``position``."""
         (window,), *others = rows
-        _put(self.window, self._first(position), window)
+        ring = self.window.rows
+        ring[_slots(ring, self._first(position), position)] = window
         for part, own in zip(self._compressors, others, strict=True):
             part.load(position, own)
 
@@ -180,7 +166,7 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self.window.nbytes + sum(part.nbytes for part in self._compressors)
+        return self.window.rows.nbytes + sum(part.nbytes for part in self._compressors)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ T tokens, H heads, D head width, S chosen entries per token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +18,12 @@ from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.kv import LayerCache
-from ds4q.runtime.kvtype import Rows, widen, widened
+from ds4q.runtime.kvtable import Table, put, rows_at
+from ds4q.runtime.kvtype import Rows, narrow, widen, widened
 from ds4q.runtime.model.compressor import Compressor
 from ds4q.runtime.model.indexer import Indexer
 from ds4q.runtime.model.norm import inverse_rms, norm_row, rms_norm, rms_norm_reference
-from ds4q.runtime.model.parts import Parts, Span, Step, share
+from ds4q.runtime.model.parts import Parts, Step, share
 from ds4q.runtime.model.rope import rotate_reference, rotate_row
 from ds4q.runtime.model.tile import LANES, ROWS, tile
 
@@ -31,35 +31,32 @@ F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 
 
-def append_window_reference(
-    kv: F32, norm_weight: F32, eps: float, cos: F32, sin: F32, first: int, window: F32
-) -> None:
-    """Norm and rotate ``kv`` [T, D] of positions ``first`` on, into the ring ``window``."""
-    slots = (first + np.arange(len(kv))) % len(window)
-    window[slots] = rotate_reference(rms_norm_reference(kv, norm_weight, eps), cos, sin)
+def turned_reference(kv: F32, norm_weight: F32, eps: float, cos: F32, sin: F32) -> F32:
+    """``kv`` [T, D] normed, and rotated by cos, sin [T, pairs]."""
+    return rotate_reference(rms_norm_reference(kv, norm_weight, eps), cos, sin)
 
 
 @jit
-def _append_window_fast(
-    kv: F32, norm_weight: F32, eps: float, cos: F32, sin: F32, first: int, window: F32
-) -> None:
+def _turned_fast(kv: F32, norm_weight: F32, eps: float, cos: F32, sin: F32) -> F32:
+    rows = np.empty_like(kv)
     for t in range(kv.shape[0]):
-        row = window[(first + t) % window.shape[0]]
-        norm_row(kv[t], norm_weight, eps, row)
-        rotate_row(row, cos[t], sin[t])
+        norm_row(kv[t], norm_weight, eps, rows[t])
+        rotate_row(rows[t], cos[t], sin[t])
+    return rows
 
 
 def attend_reference(
     q: F32,
     sink: F32,
-    window: Rows,
+    windows: Table,
     reach: int,
-    entries: Rows,
+    entries: Table,
     chosen: I64,
     counts: I64,
     cos: F32,
     sin: F32,
-    first: int,
+    positions: I64,
+    owners: I64,
     eps: float,
     out: F32,
     begin: int,
@@ -71,21 +68,21 @@ def attend_reference(
     ----------
     q : f32 [T, H, D], projected queries, neither normed nor rotated
     sink : f32 [H]
-    window : [capacity, D] ring as it is stored; the token at position p sees p - reach + 1 .. p
-    entries : [capacity, D] as they are stored; token t sees ``chosen[t, :counts[t]]``, or the first
-        ``counts[t]`` where ``chosen`` has no columns
+    windows : [capacity, D] rings as they are stored; a token at position p sees p - reach + 1 .. p
+    entries : [capacity, D] each, as they are stored; token t sees ``chosen[t, :counts[t]]``, or the
+        first ``counts[t]`` where ``chosen`` has no columns
     cos, sin : f32 [T, pairs] at the tokens' positions
-    first : position of token 0
+    positions, owners : int64 [T], where a token stands in which of the sequences
     begin, end : units; unit ``t * blocks + b`` is 16 heads of token t
     """
     _, heads, width = q.shape
     blocks = -(-heads // LANES)
     for unit in range(begin, end):
         t, low = unit // blocks, unit % blocks * LANES
-        position = first + t
-        seen = np.arange(max(0, position - reach + 1), position + 1) % len(window)
+        window, own = windows.arrays[owners[t]], entries.arrays[owners[t]]
+        seen = np.arange(max(0, positions[t] - reach + 1), positions[t] + 1) % len(window)
         picked = chosen[t, : counts[t]] if chosen.shape[1] else np.arange(counts[t])
-        keys = np.concatenate([widen(window[seen]), widen(entries[picked])])  # [n, D]
+        keys = np.concatenate([widen(window[seen]), widen(own[picked])])  # [n, D]
         head = q[t, low : low + LANES]  # [h, D]
         head = head / np.sqrt(np.mean(head**2, axis=-1, keepdims=True) + np.float32(eps))
         scores = rotate_reference(head, cos[t], sin[t]) @ keys.T * np.float32(width**-0.5)
@@ -152,17 +149,20 @@ def _load_queries(q: F32, cos: F32, sin: F32, eps: float, row: F32, queries: F32
 
 
 @jit
-def _attend_fast(
+def _attend_units(
     q: F32,
     sink: F32,
     window: Rows,
+    windows: I64,
     reach: int,
-    entries: Rows,
+    entry: Rows,
+    entries: I64,
     chosen: I64,
     counts: I64,
     cos: F32,
     sin: F32,
-    first: int,
+    positions: I64,
+    owners: I64,
     eps: float,
     out: F32,
     begin: int,
@@ -189,7 +189,9 @@ def _attend_fast(
     for unit in range(begin, end):
         t, low = unit // blocks, unit % blocks * LANES
         if t != held:
-            n = _gather(window, first + t, reach, entries, chosen[t], counts[t], keys)
+            ring = rows_at(window, windows[owners[t]], window.shape[0])
+            own = rows_at(entry, entries[owners[t]], entry.shape[0])
+            n = _gather(ring, positions[t], reach, own, chosen[t], counts[t], keys)
             held = t
         high = min(heads, low + LANES)
         _load_queries(q[t, low:high], cos[t], sin[t], eps, row, queries)
@@ -210,59 +212,73 @@ def _attend_fast(
             rotate_row(target, cos[t], -sin[t])
 
 
-append_window = FastPath(append_window_reference, _append_window_fast)
+def _attend_fast(
+    q: F32,
+    sink: F32,
+    windows: Table,
+    reach: int,
+    entries: Table,
+    chosen: I64,
+    counts: I64,
+    cos: F32,
+    sin: F32,
+    positions: I64,
+    owners: I64,
+    eps: float,
+    out: F32,
+    begin: int,
+    end: int,
+) -> None:
+    _attend_units(
+        q,
+        sink,
+        windows.like,
+        windows.addresses,
+        reach,
+        entries.like,
+        entries.addresses,
+        chosen,
+        counts,
+        cos,
+        sin,
+        positions,
+        owners,
+        eps,
+        out,
+        begin,
+        end,
+    )
+
+
+turned = FastPath(turned_reference, _turned_fast)
 attend_units = FastPath(attend_reference, _attend_fast)
-
-
-class Seen(NamedTuple):
-    """What the tokens of a span see; ``attend_reference`` tells what each is."""
-
-    span: Span
-    window: Rows
-    entries: Rows
-    chosen: I64
-    counts: I64
 
 
 def attend(
     workers: Workers,
     q: F32,
     sink: F32,
+    windows: Table,
     reach: int,
-    seen: Sequence[Seen],
+    entries: Table,
+    chosen: I64,
+    counts: I64,
     cos: F32,
     sin: F32,
+    positions: I64,
+    owners: I64,
     eps: float,
 ) -> F32:
-    """``attend_reference`` for all spans, tokens and heads, on the workers' threads; [T, H, D]."""
+    """``attend_reference`` for all tokens and heads, on the workers' threads; [T, H, D]."""
     tokens, heads, width = q.shape
     out = np.empty_like(q)
-    blocks = -(-heads // LANES)
-    most = max(int(each.counts[-1]) for each in seen)  # a later token sees no fewer
+    seen = windows, reach, entries, chosen, counts, cos, sin, positions, owners
 
     def part(begin: int, end: int) -> None:
-        for span, window, entries, chosen, counts in seen:
-            rows = span.rows
-            low, high = max(begin, rows.start * blocks), min(end, rows.stop * blocks)
-            if low < high:
-                attend_units(
-                    q[rows],
-                    sink,
-                    window,
-                    reach,
-                    entries,
-                    chosen,
-                    counts,
-                    cos[rows],
-                    sin[rows],
-                    span.first,
-                    eps,
-                    out[rows],
-                    low - rows.start * blocks,
-                    high - rows.start * blocks,
-                )
+        attend_units(q, sink, *seen, eps, out, begin, end)
 
-    share(workers, part, tokens * blocks, 2 * width * LANES * (reach + most))
+    most = reach + int(counts.max())
+    share(workers, part, tokens * -(-heads // LANES), 2 * width * LANES * most)
     return out
 
 
@@ -304,45 +320,56 @@ class Attention:
         qr = rms_norm(linear(self._wq_a, x), self._q_norm, c.rms_norm_eps)
         q = linear(self._wq_b, qr).reshape(tokens, c.num_attention_heads, c.head_dim)
         kv = linear(self._wkv, x)
-        rows = np.empty_like(kv)
-        append_window(kv, self._kv_norm, c.rms_norm_eps, places.cos, places.sin, 0, rows)
+        rows = turned(kv, self._kv_norm, c.rms_norm_eps, places.cos, places.sin)
         caches = [span.layers[self._layer] for span in step.spans]
-        for span, cache in zip(step.spans, caches, strict=True):
-            cache.put(span.first, rows[span.rows])
+        windows = Table([cache.window for cache in caches])
+        at = step.positions % len(windows.like)
+        put(narrow(rows, windows.like.dtype), at, step.owners, windows)
+        entries, chosen, counts = self._seen(x, qr, step, caches)
         heads = attend(
             self._workers,
             q,
             self._sink,
+            windows,
             c.sliding_window,
-            self._seen(x, qr, step, caches),
+            entries or windows,
+            chosen,
+            counts,
             places.cos,
             places.sin,
+            step.positions,
+            step.owners,
             c.rms_norm_eps,
         )
         grouped = heads.reshape(tokens, c.o_groups, -1)
         low = [linear(weight, grouped[:, g]) for g, weight in enumerate(self._wo_a)]
         return linear(self._wo_b, np.concatenate(low, axis=1))
 
-    def _seen(self, x: F32, qr: F32, step: Step, caches: Sequence[LayerCache]) -> list[Seen]:
-        """What each span's tokens see; entries and choices advance."""
-        counts = step.places[self._ratio].counts
-        everything = np.empty((len(x), 0), dtype=np.int64)
-        entries = [cache.window[:0] for cache in caches]
-        choices: list[tuple[I64, I64] | None] = [None] * len(caches)
-        if self._compressor is not None:
-            held = [cache.compressor for cache in caches if cache.compressor is not None]
-            entries = self._compressor.append(x, step, held)
+    def _seen(
+        self, x: F32, qr: F32, step: Step, caches: Sequence[LayerCache]
+    ) -> tuple[Table | None, I64, I64]:
+        """Entries, if there are any, and which of them each token sees; these advance."""
+        if self._compressor is None:
+            return None, _everything(step), step.places[self._ratio].counts
+        held = [cache.compressor for cache in caches if cache.compressor is not None]
+        entries = self._compressor.append(x, step, held)
+        choice = None
         if self._indexer is not None:
             held = [cache.index for cache in caches if cache.index is not None]
-            choices = self._indexer.choose(x, qr, step, held)
-        seen = []
-        for span, cache, rows, choice in zip(step.spans, caches, entries, choices, strict=True):
-            chosen, shown = choice or (everything[span.rows], counts[span.rows])
-            seen.append(Seen(span, cache.window, rows, chosen, shown))
-            if step.trace is not None and self._ratio:
-                step.trace(f"l{self._layer}.compressed_kv", widen(rows[: span.end // self._ratio]))
-                step.trace(f"l{self._layer}.index_topk", _listed(chosen, shown))
-        return seen
+            choice = self._indexer.choose(x, qr, step, held)
+        chosen, counts = choice or (_everything(step), step.places[self._ratio].counts)
+        if step.trace is not None:
+            for span, rows in zip(step.spans, entries.arrays, strict=True):
+                own = widen(rows[: span.end // self._ratio])
+                step.trace(f"l{self._layer}.compressed_kv", own)
+                listed = _listed(chosen[span.rows], counts[span.rows])
+                step.trace(f"l{self._layer}.index_topk", listed)
+        return entries, chosen, counts
+
+
+def _everything(step: Step) -> I64:
+    """No choice: a token sees all the entries that there are for it."""
+    return np.empty((len(step.ids), 0), dtype=np.int64)
 
 
 def _listed(chosen: I64, counts: I64) -> I64:

@@ -16,38 +16,75 @@ import numpy.typing as npt
 
 from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.runtime.kv import CompressorCache
-from ds4q.runtime.kvtype import Rows, narrow
+from ds4q.runtime.kvtable import Table, put, rows_at
+from ds4q.runtime.kvtype import narrow
 from ds4q.runtime.model.norm import norm_row, rms_norm_reference
-from ds4q.runtime.model.parts import Parts, Places, Step
+from ds4q.runtime.model.parts import Parts, Step
 from ds4q.runtime.model.rope import rotate_reference, rotate_row
 
 F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+
+
+def take_reference(
+    values: F32, gates: F32, ape: F32, positions: I64, owners: I64, raw: Table
+) -> None:
+    """Write raw rows to the rings of the sequences ``owners`` [T].
+
+    Parameters
+    ----------
+    values, gates : f32 [T, C]
+    ape : f32 [R, C], added to gates by place in the window
+    positions : int64 [T]
+    raw : f32 [2, capacity, C] each: values, and gates with what was added
+    """
+    gates = gates + ape[positions % len(ape)]
+    for t, (position, owner) in enumerate(zip(positions, owners, strict=True)):
+        ring = raw.arrays[owner]
+        ring[:, position % ring.shape[1]] = values[t], gates[t]
+
+
+@jit
+def _take_rows(
+    values: F32, gates: F32, ape: F32, positions: I64, owners: I64, like: F32, addresses: I64
+) -> None:
+    for t in range(values.shape[0]):
+        ring, slot = rows_at(like, addresses[owners[t]], 2), positions[t] % like.shape[1]
+        value, gate, added = ring[0, slot], ring[1, slot], ape[positions[t] % ape.shape[0]]
+        for c in range(values.shape[1]):
+            value[c] = values[t, c]
+            gate[c] = gates[t, c] + added[c]
+
+
+def _take_fast(values: F32, gates: F32, ape: F32, positions: I64, owners: I64, raw: Table) -> None:
+    _take_rows(values, gates, ape, positions, owners, raw.like, raw.addresses)
 
 
 def pool_reference(
-    value_ring: F32,
-    gate_ring: F32,
+    raw: Table,
     ratio: int,
     norm_weight: F32,
     eps: float,
     cos: F32,
     sin: F32,
-    first: int,
+    numbers: I64,
+    owners: I64,
     entries: F32,
 ) -> None:
-    """Write entries ``first`` on, of windows whose raw rows are all there.
+    """Make the entries of windows whose raw rows are all there.
 
     Parameters
     ----------
-    value_ring, gate_ring : f32 [capacity, C], raw rows by position; gates with what is added by
-        place in the window
+    raw : f32 [2, capacity, C] each, as ``take`` writes them
     norm_weight : f32 [w]
     cos, sin : f32 [windows, pairs] at the first token of each window
+    numbers, owners : int64 [windows], which window of which sequence
     entries : f32 [windows, w], written in place
     """
     width = len(norm_weight)
-    for i in range(len(entries)):
-        start = (first + i) * ratio
+    for i, (number, owner) in enumerate(zip(numbers, owners, strict=True)):
+        value_ring, gate_ring = raw.arrays[owner]
+        start = number * ratio
         own = np.arange(start, start + ratio) % len(value_ring)
         value, gate = value_ring[own, -width:], gate_ring[own, -width:]  # [R, w]
         if value_ring.shape[1] > width and start > 0:
@@ -99,29 +136,47 @@ def _mix(
 
 
 @jit
-def _pool_fast(
-    value_ring: F32,
-    gate_ring: F32,
+def _pool_windows(
+    like: F32,
+    addresses: I64,
     ratio: int,
     norm_weight: F32,
     eps: float,
     cos: F32,
     sin: F32,
-    first: int,
+    numbers: I64,
+    owners: I64,
     entries: F32,
 ) -> None:
     width = norm_weight.shape[0]
-    overlap = value_ring.shape[1] > width
+    overlap = like.shape[2] > width
     top = np.empty(width, dtype=np.float32)
     total = np.empty(width, dtype=np.float32)
     for i in range(entries.shape[0]):
-        own, entry = (first + i) * ratio, entries[i]
+        ring = rows_at(like, addresses[owners[i]], 2)
+        own, entry = numbers[i] * ratio, entries[i]
         start = own - ratio if overlap and own > 0 else own
-        _mix(value_ring, gate_ring, start, own, own + ratio, top, total, entry)
+        _mix(ring[0], ring[1], start, own, own + ratio, top, total, entry)
         norm_row(entry, norm_weight, eps, entry)
         rotate_row(entry, cos[i], sin[i])
 
 
+def _pool_fast(
+    raw: Table,
+    ratio: int,
+    norm_weight: F32,
+    eps: float,
+    cos: F32,
+    sin: F32,
+    numbers: I64,
+    owners: I64,
+    entries: F32,
+) -> None:
+    where = raw.like, raw.addresses
+    _pool_windows(*where, ratio, norm_weight, eps, cos, sin, numbers, owners, entries)
+
+
+take = FastPath(take_reference, _take_fast)
 pool = FastPath(pool_reference, _pool_fast)
 
 
@@ -145,34 +200,23 @@ class Compressor:
         self._ape = parts.source.values(f"{name}.ape", ratio, columns)
         self._norm = parts.source.values(f"{name}.norm.weight", width)
 
-    def append(self, x: F32, step: Step, caches: Sequence[CompressorCache]) -> list[Rows]:
+    def append(self, x: F32, step: Step, caches: Sequence[CompressorCache]) -> Table:
         """Take the step's tokens, x [T, d], to the cache of each span.
 
-        Returns the entry rows of each as they are stored, those now complete filled in.
+        Returns their entry rows as they are stored, those now complete filled in.
         """
         places = step.places[self._ratio]
-        values = self._backend.linear(self._wkv, x)
-        gates = self._backend.linear(self._wgate, x) + self._ape[places.in_window]
-        held = []
-        for span, cache, windows in zip(step.spans, caches, places.windows, strict=True):
-            cache.put(span.first, values[span.rows], gates[span.rows])
-            if windows.start < windows.stop:
-                self._complete(span.first // self._ratio, places, windows, cache)
-            held.append(cache.entries.rows)
-        return held
-
-    def _complete(self, first: int, places: Places, windows: slice, cache: CompressorCache) -> None:
-        """Make the entries ``first`` on, of a span's ``windows``."""
-        made = np.empty((windows.stop - windows.start, len(self._norm)), np.float32)
-        pool(
-            cache.values,
-            cache.gates,
-            self._ratio,
-            self._norm,
-            self._eps,
-            places.window_cos[windows],
-            places.window_sin[windows],
-            first,
-            made,
-        )
-        cache.entries.put(first, narrow(made, cache.entries.rows.dtype))
+        values, gates = self._backend.linear(self._wkv, x), self._backend.linear(self._wgate, x)
+        raw = Table([cache.raw for cache in caches])
+        take(values, gates, self._ape, step.positions, step.owners, raw)
+        windows = places.window_numbers, places.window_owners
+        if not len(places.window_numbers):
+            return Table([cache.entries for cache in caches])
+        made = np.empty((len(places.window_numbers), len(self._norm)), np.float32)
+        turned = places.window_cos, places.window_sin
+        pool(raw, self._ratio, self._norm, self._eps, *turned, *windows, made)
+        for span, cache in zip(step.spans, caches, strict=True):
+            cache.entries.reserve(span.end // self._ratio)
+        entries = Table([cache.entries for cache in caches])
+        put(narrow(made, entries.like.dtype), *windows, entries)
+        return entries

@@ -9,6 +9,7 @@ T tokens, H index heads, D index head width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,8 +18,9 @@ import numpy.typing as npt
 from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.kv import CompressorCache
+from ds4q.runtime.kvtable import Table, rows_at
 from ds4q.runtime.model.compressor import Compressor
-from ds4q.runtime.model.parts import Parts, Span, Step, share
+from ds4q.runtime.model.parts import Parts, Step, share
 from ds4q.runtime.model.rope import rotate_reference, rotate_row
 from ds4q.runtime.model.tile import LANES, ROWS, tile
 
@@ -32,11 +34,12 @@ _SCORES_HELD = 1 << 22  # scores of one slice of tokens: bounds memory at long c
 def score_reference(
     q: F32,
     gates: F32,
-    keys: F32,
+    keys: Table,
     cos: F32,
     sin: F32,
-    first: int,
-    ratio: int,
+    seen: I64,
+    owners: I64,
+    topk: int,
     scores: F32,
     begin: int,
     end: int,
@@ -47,18 +50,22 @@ def score_reference(
     ----------
     q : f32 [T, H, D], not rotated
     gates : f32 [T, H]
-    keys : f32 [capacity, D], the index entries
+    keys : f32 [capacity, D] each, the index entries of sequences
     cos, sin : f32 [T, pairs] at the tokens' positions
-    first : position of token 0; token t sees the first (first + t + 1) // ratio keys
-    scores : f32 [T, n], written where a token sees the key
+    seen, owners : int64 [T], how many keys of which sequence a token sees
+    topk : no scores are due to a token that sees no more keys
+    scores : f32 [T, n], written where they are due and a token sees the key
     begin, end : units; unit ``t * chunks + c`` is the c-th 1024 keys of token t
     """
     _, heads, width = q.shape
     chunks = -(-scores.shape[1] // _CHUNK)
     for unit in range(begin, end):
         t, low = unit // chunks, unit % chunks * _CHUNK
-        high = min((first + t + 1) // ratio, low + _CHUNK)
-        dots = rotate_reference(q[t], cos[t], sin[t]) @ keys[low:high].T  # [H, keys]
+        if seen[t] <= topk:
+            continue
+        high = min(seen[t], low + _CHUNK)
+        own = keys.arrays[owners[t]][low:high]
+        dots = rotate_reference(q[t], cos[t], sin[t]) @ own.T  # [H, keys]
         gain = gates[t] * np.float32((width * heads) ** -0.5)
         scores[t, low:high] = gain @ np.maximum(dots, 0)
 
@@ -79,14 +86,16 @@ def _load_heads(q: F32, gates: F32, cos: F32, sin: F32, row: F32, queries: F32, 
 
 
 @jit
-def _score_fast(
+def _score_units(
     q: F32,
     gates: F32,
-    keys: F32,
+    like: F32,
+    addresses: I64,
     cos: F32,
     sin: F32,
-    first: int,
-    ratio: int,
+    seen: I64,
+    owners: I64,
+    topk: int,
     scores: F32,
     begin: int,
     end: int,
@@ -102,10 +111,13 @@ def _score_fast(
     held = -1
     for unit in range(begin, end):
         t, low = unit // chunks, unit % chunks * _CHUNK
+        if seen[t] <= topk:
+            continue
         if t != held:
             _load_heads(q[t], gates[t], cos[t], sin[t], row, queries, gains)
             held = t
-        high = min((first + t + 1) // ratio, low + _CHUNK)
+        high = min(seen[t], low + _CHUNK)
+        keys = rows_at(like, addresses[owners[t]], high + ROWS)  # whole tiles are there
         for i in range(low, high, ROWS):
             totals[:] = 0.0
             for b in range(blocks):
@@ -121,14 +133,31 @@ def _score_fast(
                 scores[t, i + r] = total
 
 
-def select_reference(
-    scores: F32, first: int, ratio: int, topk: int, chosen: I64, counts: I64
+def _score_fast(
+    q: F32,
+    gates: F32,
+    keys: Table,
+    cos: F32,
+    sin: F32,
+    seen: I64,
+    owners: I64,
+    topk: int,
+    scores: F32,
+    begin: int,
+    end: int,
 ) -> None:
+    where = keys.like, keys.addresses
+    _score_units(q, gates, *where, cos, sin, seen, owners, topk, scores, begin, end)
+
+
+def select_reference(scores: F32, seen: I64, topk: int, chosen: I64, counts: I64) -> None:
     """Write each token's best entries, ascending, to ``chosen`` [T, topk], their number to
-    ``counts`` [T]. ``scores`` f32 [T, n] as ``score`` left them; columns unseen are ignored."""
+    ``counts`` [T]. ``scores`` f32 [T, n] as ``score`` left them, ``seen`` [T] of them; all entries
+    are chosen where there are no more than topk."""
     for t in range(len(scores)):
-        seen = (first + t + 1) // ratio
-        order = np.argsort(-scores[t, :seen], kind="stable")[:topk]
+        order = np.arange(seen[t])
+        if seen[t] > topk:
+            order = np.argsort(-scores[t, : seen[t]], kind="stable")[:topk]
         counts[t] = len(order)
         chosen[t, : len(order)] = np.sort(order)
 
@@ -160,22 +189,21 @@ def _ascending_at(values: F32, rank: int) -> np.float32:
 
 
 @jit
-def _select_fast(scores: F32, first: int, ratio: int, topk: int, chosen: I64, counts: I64) -> None:
+def _select_fast(scores: F32, seen: I64, topk: int, chosen: I64, counts: I64) -> None:
     for t in range(scores.shape[0]):
-        seen = (first + t + 1) // ratio
-        if seen <= topk:
-            for i in range(seen):
+        if seen[t] <= topk:
+            for i in range(seen[t]):
                 chosen[t, i] = i
-            counts[t] = seen
+            counts[t] = seen[t]
             continue
-        row = scores[t, :seen]
-        least = _ascending_at(row.copy(), seen - topk)
+        row = scores[t, : seen[t]]
+        least = _ascending_at(row.copy(), seen[t] - topk)
         ties = topk
-        for i in range(seen):
+        for i in range(seen[t]):
             if row[i] > least:
                 ties -= 1
         taken = 0
-        for i in range(seen):
+        for i in range(seen[t]):
             if row[i] > least or (row[i] == least and ties > 0):
                 ties -= row[i] == least
                 chosen[t, taken] = i
@@ -191,11 +219,11 @@ def choose(
     workers: Workers,
     q: F32,
     gates: F32,
-    keys: F32,
+    keys: Table,
     cos: F32,
     sin: F32,
-    first: int,
-    ratio: int,
+    seen: I64,
+    owners: I64,
     topk: int,
 ) -> tuple[I64, I64]:
     """Chosen entries [T, topk] and their counts [T]; arguments as ``score_reference`` names them.
@@ -203,7 +231,7 @@ def choose(
     Chosen entries of a token are ascending; columns past its count mean nothing.
     """
     tokens, heads, width = q.shape
-    most = (first + tokens) // ratio
+    most = int(seen.max())
     chosen = np.zeros((tokens, topk), dtype=np.int64)
     counts = np.zeros(tokens, dtype=np.int64)
     slice_tokens = max(1, _SCORES_HELD // most)
@@ -211,16 +239,10 @@ def choose(
     for start in range(0, tokens, slice_tokens):
         part = slice(start, min(tokens, start + slice_tokens))
         scores = np.empty((part.stop - start, most), dtype=np.float32)
-
-        def score(
-            begin: int, end: int, part: slice = part, at: int = first + start, scores: F32 = scores
-        ) -> None:
-            score_units(
-                q[part], gates[part], keys, cos[part], sin[part], at, ratio, scores, begin, end
-            )
-
+        of = q[part], gates[part], keys, cos[part], sin[part], seen[part], owners[part], topk
+        score = functools.partial(score_units, *of, scores)
         share(workers, score, len(scores) * chunks, heads * width * min(most, _CHUNK))
-        select(scores, first + start, ratio, topk, chosen[part], counts[part])
+        select(scores, seen[part], topk, chosen[part], counts[part])
     return chosen, counts
 
 
@@ -242,28 +264,19 @@ class Indexer:
 
     def choose(
         self, x: F32, qr: F32, step: Step, caches: Sequence[CompressorCache]
-    ) -> list[tuple[I64, I64] | None]:
-        """By span, chosen entries [T, topk] and counts [T]; None while its tokens see all of them.
+    ) -> tuple[I64, I64] | None:
+        """Chosen entries [T, topk] and counts [T]; None while all tokens see all of theirs.
 
         ``x`` [T, d] is the attention input after its norm, ``qr`` [T, q_lora_rank] the normed
         low-rank query that attention uses too.
         """
         c, places = self._config, step.places[self._ratio]
-        held = self._compressor.append(x, step, caches)
-        choosing = [span.end // self._ratio > c.index_topk for span in step.spans]
-        if not any(choosing):
-            return [None] * len(held)
+        keys = self._compressor.append(x, step, caches)
+        if places.counts.max() <= c.index_topk:
+            return None
         q = self._backend.linear(self._wq_b, qr).reshape(len(x), c.index_n_heads, c.index_head_dim)
         gates = self._backend.linear(self._weights_proj, x)
-
-        def of(span: Span, keys: F32) -> tuple[I64, I64]:
-            at, first = span.rows, span.first
-            turned = places.cos[at], places.sin[at]
-            return choose(
-                self._workers, q[at], gates[at], keys, *turned, first, self._ratio, c.index_topk
-            )
-
-        return [
-            of(span, keys) if chooses else None
-            for span, keys, chooses in zip(step.spans, held, choosing, strict=True)
-        ]
+        turned = places.cos, places.sin
+        return choose(
+            self._workers, q, gates, keys, *turned, places.counts, step.owners, c.index_topk
+        )

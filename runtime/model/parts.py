@@ -92,53 +92,47 @@ class Span(NamedTuple):
 class Places:
     """What positions mean to the layers of one ratio, for the tokens of one step.
 
-    ``cos``, ``sin`` [T, pairs] at the tokens; ``window_cos``, ``window_sin`` [windows, pairs] at
-    the first token of each window that the step completes, and ``windows`` those of each span;
-    ``counts`` [T] entries each token sees, ``in_window`` [T] its place in its window.
+    ``cos``, ``sin`` [T, pairs] at the tokens; ``counts`` [T] entries each token sees. Of the W
+    windows that the step completes: ``window_cos``, ``window_sin`` [W, pairs] at the first token,
+    ``window_numbers`` [W], and ``window_owners`` [W], the spans that they belong to.
     """
 
-    ratio: int
     cos: F32
     sin: F32
+    counts: I64
     window_cos: F32
     window_sin: F32
-    windows: list[slice]
-    counts: I64
-    in_window: I64
+    window_numbers: I64
+    window_owners: I64
 
     @staticmethod
-    def of(
-        frequencies: npt.NDArray[np.float64], ratio: int, spans: Sequence[Span], positions: I64
-    ) -> Places:
-        """Places of ``positions`` [T], which are those of ``spans``."""
+    def of(frequencies: npt.NDArray[np.float64], ratio: int, positions: I64, owners: I64) -> Places:
+        """Places of ``positions`` [T] of the spans ``owners`` [T]."""
         cos, sin = rope.turns(frequencies, positions)
+        none = positions[:0]
         if not ratio:
-            none, zeros = [slice(0, 0)] * len(spans), np.zeros_like(positions)
-            return Places(0, cos, sin, cos[:0], sin[:0], none, zeros, zeros)
-        windows: list[slice] = []
-        done = 0
-        for span in spans:
-            completed = span.end // ratio - span.first // ratio
-            windows.append(slice(done, done + completed))
-            done += completed
-        in_window = positions % ratio
-        turned = cos[:0], sin[:0]
-        if done:
-            turned = rope.turns(frequencies, positions[in_window == ratio - 1] + 1 - ratio)
-        return Places(ratio, cos, sin, *turned, windows, (positions + 1) // ratio, in_window)
+            return Places(cos, sin, np.zeros_like(positions), cos[:0], sin[:0], none, none)
+        counts = (positions + 1) // ratio
+        last = np.flatnonzero((positions + 1) % ratio == 0)
+        if not len(last):
+            return Places(cos, sin, counts, cos[:0], sin[:0], none, none)
+        turned = rope.turns(frequencies, positions[last] + 1 - ratio)
+        return Places(cos, sin, counts, *turned, counts[last] - 1, owners[last])
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One batch of tokens on its way through the layers.
 
-    ``ids`` int64 [T] belong to the sequences of ``spans``; ``places`` holds one entry per ratio.
-    ``trace``, ``observer`` and ``routed`` look on, where somebody wants to know; ``phase`` is for
-    statistics. What depends on a sequence is computed span by span, all else for all rows at once.
+    ``ids`` int64 [T] belong to the sequences of ``spans``; token t to the span ``owners[t]``, where
+    it stands at ``positions[t]``. ``places`` holds one entry per ratio. ``trace``, ``observer`` and
+    ``routed`` look on, where somebody wants to know; ``phase`` is for statistics.
     """
 
     ids: I64
     spans: Sequence[Span]
+    positions: I64
+    owners: I64
     places: dict[int, Places]
     trace: Trace | None = None
     observer: Observer | None = None
@@ -157,9 +151,12 @@ class Step:
         routed: Routed | None = None,
     ) -> Step:
         """A step of ``spans``, in layers that rotate by ``frequencies``, by ratio."""
-        positions = np.concatenate([np.arange(span.first, span.end) for span in spans])
+        rows = np.array([(s.rows.start, s.rows.stop, s.first) for s in spans])
+        starts, stops, firsts = rows.T
+        owners = np.repeat(np.arange(len(spans)), stops - starts)
+        positions = np.arange(len(ids)) + (firsts - starts)[owners]
         places = {
-            ratio: Places.of(turned, ratio, spans, positions)
+            ratio: Places.of(turned, ratio, positions, owners)
             for ratio, turned in frequencies.items()
         }
-        return Step(ids, spans, places, trace, observer, phase, routed)
+        return Step(ids, spans, positions, owners, places, trace, observer, phase, routed)

@@ -54,11 +54,11 @@ def test_shapes_of_a_layer(
     index: tuple[int, int] | None,
 ) -> None:
     cache = LayerCache(CONFIG, layer, batch=7, max_context=1000)
-    assert cache.window.shape == (32 - 1 + 7, 128)
+    assert cache.window.rows.shape == (32 - 1 + 7, 128)
     for part, shape in ((cache.compressor, compressor), (cache.index, index)):
         assert (part is None) == (shape is None)
-        if part is not None:
-            assert part.values.shape == part.gates.shape == shape
+        if part is not None and shape is not None:
+            assert part.raw.rows.shape == (2, *shape)
             assert part.entries.rows.shape == (-(-(1000 // ratio) // 4) * 4, 128)
 
 
@@ -87,10 +87,10 @@ def test_rows_of_16_bits(kv_type: KvType) -> None:
     """Window and entries; raw rows and the indexer's entries stay as they are."""
     for layer in range(3):
         cache = LayerCache(CONFIG, layer, 7, 1000, kv_type)
-        assert cache.window.itemsize == 2
+        assert cache.window.rows.itemsize == 2
         if cache.compressor is not None:
             assert cache.compressor.entries.rows.itemsize == 2
             assert cache.compressor.entries.reserve(5000).itemsize == 2
-            assert cache.compressor.values.itemsize == cache.compressor.gates.itemsize == 4
+            assert cache.compressor.raw.rows.itemsize == 4
         if cache.index is not None:
             assert cache.index.entries.rows.itemsize == 4

@@ -163,8 +163,8 @@ def test_rows_are_the_nearest_to_those_of_float32(
     state, plain = engine.new_state(), engines["resident"].new_state()
     engine.forward(state, TEXTS[0][:20])
     engines["resident"].forward(plain, TEXTS[0][:20])
-    rows = narrow(plain.layers[0].window[:20], STORED[kv_type])
-    same_bits(state.layers[0].window[:20], rows)
+    rows = narrow(plain.layers[0].window.rows[:20], STORED[kv_type])
+    same_bits(state.layers[0].window.rows[:20], rows)
     assert engine.snapshot(state).nbytes == 20 * 2 * engine.config.head_dim
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -12,32 +11,31 @@ import pytest
 from ds4q.artifact.types import BF16, ROCMFP2
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.backend.workers import Workers
+from ds4q.runtime.kvtable import Held, Table
 from ds4q.runtime.kvtype import STORED, KvType, narrow, widen
 from ds4q.runtime.model import attention, rope
 from ds4q.runtime.model.norm import rms_norm
-from ds4q.runtime.model.parts import Span
 from tests.runtime.model.conftest import Operators, Trace
 
 F32 = np.float32
 TRACE = 2e-4
-NO_CHOICE = np.empty((1, 0), dtype=np.int64)
 
 
 def naive(args: dict[str, Any], t: int, h: int) -> npt.NDArray[Any]:
     """One head of one token by the formula, in float64."""
-    position, width = args["first"] + t, args["q"].shape[2]
+    position, owner, width = args["positions"][t], args["owners"][t], args["q"].shape[2]
+    window, entries = args["windows"][owner], args["entries"][owner]
     turn = lambda x, sign: rope.rotate_reference(  # noqa: E731
         x, args["cos"][t].astype(float), sign * args["sin"][t].astype(float)
     )
     q = args["q"][t, h].astype(float)
     q = turn(q / np.sqrt((q**2).mean() + args["eps"]), 1)
     rows = [
-        args["window"][p % len(args["window"])]
-        for p in range(max(0, position - args["reach"] + 1), position + 1)
+        window[p % len(window)] for p in range(max(0, position - args["reach"] + 1), position + 1)
     ]
     count = args["counts"][t]
     picks = args["chosen"][t, :count] if args["chosen"].shape[1] else range(count)
-    keys = np.array([*rows, *(args["entries"][i] for i in picks)], dtype=float)
+    keys = np.array([*rows, *(entries[i] for i in picks)], dtype=float)
     scores = np.exp(keys @ q * width**-0.5)
     return turn(scores @ keys / (scores.sum() + np.exp(float(args["sink"][h]))), -1)
 
@@ -56,30 +54,39 @@ def case(
     return {
         "q": made(tokens, heads, width),
         "sink": made(heads),
-        "window": made(reach - 1 + tokens, width),
+        "windows": [made(reach - 1 + tokens, width)],
         "reach": reach,
-        "entries": made(count + 4, width),
+        "entries": [made(count + 4, width)],
         "chosen": chosen,
         "counts": counts,
         "cos": cos,
         "sin": sin,
-        "first": first,
+        "positions": first + np.arange(tokens),
+        "owners": np.zeros(tokens, dtype=np.int64),
         "eps": 1e-6,
     }
 
 
-def attend(threads: int, args: dict[str, Any], cuts: tuple[int, ...] = ()) -> npt.NDArray[Any]:
-    """All tokens in one step, as a span each between ``cuts``."""
-    seen = []
-    for low, high in itertools.pairwise((0, *cuts, len(args["q"]))):
-        rows = slice(low, high)
-        span = Span(rows, args["first"] + low, ())
-        chosen, counts = args["chosen"][rows], args["counts"][rows]
-        seen.append(attention.Seen(span, args["window"], args["entries"], chosen, counts))
-    turned = args["cos"], args["sin"]
-    return attention.attend(
-        Workers(threads), args["q"], args["sink"], args["reach"], seen, *turned, args["eps"]
-    )
+def together(*cases: dict[str, Any]) -> dict[str, Any]:
+    """The tokens of sequences of their own, turn and turn about: one of each, and so on."""
+    turns = np.argsort(np.concatenate([np.arange(len(each["q"])) for each in cases]), kind="stable")
+    joined = {**cases[0], "windows": [], "entries": []}
+    for name in ("q", "chosen", "counts", "cos", "sin", "positions"):
+        joined[name] = np.concatenate([each[name] for each in cases])[turns]
+    joined["owners"] = np.repeat(np.arange(len(cases)), [len(each["q"]) for each in cases])[turns]
+    for each in cases:
+        joined["windows"] += each["windows"]
+        joined["entries"] += each["entries"]
+    return joined
+
+
+def table(arrays: list[npt.NDArray[Any]]) -> Table:
+    return Table([Held(rows) for rows in arrays])
+
+
+def attend(threads: int, args: dict[str, Any]) -> npt.NDArray[Any]:
+    given = {**args, "windows": table(args["windows"]), "entries": table(args["entries"])}
+    return attention.attend(Workers(threads), **given)
 
 
 @pytest.mark.parametrize(
@@ -100,42 +107,51 @@ def test_attend_by_the_formula(path: str, args: dict[str, Any]) -> None:
     assert np.abs(found - expected).max() < 1e-5
 
 
-def test_neither_threads_nor_spans_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS4Q_REFERENCE", raising=False)
     args = case(9, 40, 64, 128, 60, 0, 500)
-    whole = attend(1, args)
-    for threads, cuts in ((3, ()), (1, (1, 2, 7)), (3, (4, 8))):
-        assert np.array_equal(attend(threads, args, cuts), whole)
+    assert np.array_equal(attend(3, args), attend(1, args))
+
+
+@pytest.mark.parametrize("topk", [0, 8])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_company_does_not_show(path: str, topk: int, threads: int) -> None:
+    cases = [case(n, 40, 64, 32, count, topk, 500 * n) for n, count in ((1, 30), (5, 9), (2, 77))]
+    for each in cases:  # rings of one engine have one size
+        each["windows"] = [np.resize(each["windows"][0], (36, 64))]
+        each["sink"] = cases[0]["sink"]
+    args = together(*cases)
+    found = attend(threads, args)
+    for owner, each in enumerate(cases):
+        assert np.array_equal(found[args["owners"] == owner], attend(1, each))
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "bf16"])
 @pytest.mark.parametrize("topk", [0, 8])
 def test_stored_rows_are_read_as_their_values(path: str, kv_type: KvType, topk: int) -> None:
     args = case(3, 20, 40, 12, 30, topk, 100)
-    for name in ("window", "entries"):
-        args[name] = narrow(args[name], STORED[kv_type])
+    for name in ("windows", "entries"):
+        args[name] = [narrow(rows, STORED[kv_type]) for rows in args[name]]
     found = attend(1, args)
-    for name in ("window", "entries"):
-        args[name] = widen(args[name])
+    for name in ("windows", "entries"):
+        args[name] = [widen(rows) for rows in args[name]]
     assert np.array_equal(found, attend(1, args))
 
 
 def test_large_scores_do_not_overflow(path: str) -> None:
     args = case(1, 2, 32, 4, 3, 0, 10)
-    args["window"] *= F32(1e4)
+    args["windows"][0] *= F32(1e4)
     args["sink"] += F32(300)
     assert np.isfinite(attend(1, args)).all()
 
 
-def test_window_rows_wrap_and_keep_their_neighbours(path: str) -> None:
+def test_window_rows_are_normed_and_turned(path: str) -> None:
     rng = np.random.default_rng(0)
     kv, weight = rng.standard_normal((5, 32), dtype=F32), rng.standard_normal(32, dtype=F32)
     cos, sin = rope.tables(rope.plain_frequencies(16, 1e4), 6, 5)
-    window = np.full((8, 32), 7.0, dtype=F32)
-    attention.append_window(kv, weight, 1e-6, cos, sin, 6, window)
+    found = attention.turned(kv, weight, 1e-6, cos, sin)
     expected = rope.rotate_reference(rms_norm(kv, weight, 1e-6), cos, sin)
-    assert np.abs(window[[6, 7, 0, 1, 2]] - expected).max() < 1e-6
-    assert (window[3:6] == 7).all()
+    assert np.abs(found - expected).max() < 1e-6
 
 
 def test_row_groups_share_the_bytes() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4q.runtime.kv import CompressorCache
+from ds4q.runtime.kvtable import Held, Table
 from ds4q.runtime.kvtype import STORED
 from ds4q.runtime.model import compressor, rope
 from ds4q.runtime.model.norm import rms_norm_reference
@@ -39,19 +40,12 @@ class Case:
         for low, high in itertools.pairwise(cuts):
             started, done = low // self.ratio, high // self.ratio
             cos, sin = rope.tables(FREQUENCIES, started * self.ratio, done - started, self.ratio)
-            places = np.arange(low, high) % self.ratio
-            cache.put(low, self.values[low:high], self.gates[low:high] + self.ape[places])
-            compressor.pool(
-                cache.values,
-                cache.gates,
-                self.ratio,
-                self.norm,
-                1e-6,
-                cos,
-                sin,
-                started,
-                entries[started:done],
-            )
+            raw, positions = Table([cache.raw]), np.arange(low, high)
+            rows = self.values[low:high], self.gates[low:high]
+            compressor.take(*rows, self.ape, positions, np.zeros_like(positions), raw)
+            numbers = np.arange(started, done)
+            where = numbers, np.zeros_like(numbers), entries[started:done]
+            compressor.pool(raw, self.ratio, self.norm, 1e-6, cos, sin, *where)
         return entries
 
     def entry(self, number: int) -> Array:
@@ -104,3 +98,29 @@ def test_large_gates_do_not_overflow(path: str) -> None:
     case = Case(4, 24, 8)
     case.gates += F32(1000)
     assert np.isfinite(case.run([0, 8])).all()
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_company_does_not_show(path: str, ratio: int) -> None:
+    """Three sequences at places of their own, their tokens turn and turn about."""
+    case, tokens, firsts = CASES[ratio], 2 * ratio, np.array([ratio, 0, 5 * ratio])
+    ring = np.zeros((2, 3 * ratio, case.values.shape[1]), dtype=F32)
+
+    def run(sequences: list[int]) -> list[Array]:
+        raw = Table([Held(ring.copy()) for _ in sequences])
+        owners = np.tile(np.arange(len(sequences)), tokens)
+        at = np.repeat(np.arange(tokens), len(sequences))
+        rows = (7 * np.array(sequences)[owners] + at) % case.tokens
+        positions = firsts[sequences][owners] + at
+        compressor.take(case.values[rows], case.gates[rows], case.ape, positions, owners, raw)
+        last = (positions + 1) % ratio == 0
+        numbers = positions[last] // ratio
+        made = np.empty((len(numbers), case.width), dtype=F32)
+        cos, sin = rope.turns(FREQUENCIES, numbers * ratio)
+        where = numbers, owners[last]
+        compressor.pool(raw, ratio, case.norm, 1e-6, cos, sin, *where, made)
+        return [made[owners[last] == owner] for owner in range(len(sequences))]
+
+    for number, found in enumerate(run([0, 1, 2])):
+        assert len(found) == 2
+        assert np.array_equal(found, run([number])[0])
