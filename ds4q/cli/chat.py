@@ -5,6 +5,7 @@ Everything of the conversation goes to stdout, which is the terminal; errors and
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -62,6 +63,14 @@ class Chat:
             import readline  # noqa: F401 (editing and history for input(), where there is one)
         if not self._quiet:
             say("/help lists commands, Ctrl-D ends.")
+        try:
+            self._talk()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise Terminated from error  # the terminal is gone, and its signal comes or has come
+
+    def _talk(self) -> None:
         for text in self._questions():
             try:
                 self._answer(text)

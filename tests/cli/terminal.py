@@ -62,6 +62,19 @@ class Terminal:
         start, self._seen = self._seen, len(self.shown)
         return self.shown[start:]
 
+    def hang_up(self) -> None:
+        """Close the terminal under the command, and wait for its end."""
+        os.close(self._fd)
+        self._fd = -1
+        self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self.process.kill()
+        self.process.wait()
+        if self._fd >= 0:
+            os.close(self._fd)
+
     def _read(self) -> bool:
         """Wait for more; False once there is none."""
         if not select.select([self._fd], [], [], PATIENCE_S)[0]:
@@ -97,6 +110,4 @@ def terminal(*words: str, term: str = "xterm") -> Iterator[Terminal]:
     try:
         yield made
     finally:
-        process.kill()
-        process.wait()
-        os.close(fd)
+        made.close()

@@ -101,6 +101,17 @@ def test_sigterm_ends_it(tiny_artifact: Path, busy: bool) -> None:
         assert user.process.returncode == 143
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_terminal_that_closes_ends_it(tiny_artifact: Path, busy: bool) -> None:
+    with terminal("run", str(tiny_artifact), "-q", "--think", *ENDLESS) as user:
+        user.until(PROMPT)
+        if busy:
+            user.type("def f(\n")
+            user.until("thinking: ")
+        user.hang_up()
+        assert user.process.returncode == 143
+
+
 def test_a_terminal_without_escapes_gets_none(tiny_artifact: Path) -> None:
     asked, _ = question("copy-hex")
     with terminal("run", str(tiny_artifact), "--think", "--max-tokens", "9", term="dumb") as user:
