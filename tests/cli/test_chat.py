@@ -103,11 +103,12 @@ def test_sigterm_ends_it(tiny_artifact: Path, busy: bool) -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_terminal_that_closes_ends_it(tiny_artifact: Path, busy: bool) -> None:
-    with terminal("run", str(tiny_artifact), "-q", "--think", *ENDLESS) as user:
+    with terminal("run", str(tiny_artifact), "--think", *ENDLESS) as user:
         user.until(PROMPT)
         if busy:
             user.type("def f(\n")
-            user.until("thinking: ")
+            for _ in range(5):
+                user.until("thinking: ")
         user.hang_up()
         assert user.process.returncode == 143
 
