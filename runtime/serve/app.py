@@ -262,15 +262,8 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
         )
 
     async def _respond(request: Request, asked: Any, plan: Any, form: Any) -> Response:
-        options = asked.stream_options
-        return await respond(
-            request,
-            serving.follow(asked, plan),
-            form,
-            serving.metrics,
-            stream=asked.stream,
-            include_usage=options is not None and options.include_usage,
-        )
+        follower = serving.follow(asked, plan)
+        return await respond(request, follower, form, serving.metrics, stream=asked.stream)
 
 
 async def _body(request: Request) -> Any:

@@ -100,8 +100,7 @@ class ChatForm:
             "created": int(time.time()),
             "model": model,
         }
-        options = request.stream_options
-        self._usage = {"usage": None} if options is not None and options.include_usage else {}
+        self._usage = {"usage": None} if request.include_usage else {}
 
     def opening(self) -> Object:
         """The chunk that names the role."""
@@ -120,9 +119,9 @@ class ChatForm:
             ]
         return self._chunk(delta, finish_reason, self._extras(piece))
 
-    def usage_chunk(self, counts: Object) -> Object:
+    def usage_chunk(self, counts: Object) -> Object | None:
         """The chunk without choices that has the counts."""
-        return {**self._head, "choices": [], "usage": counts}
+        return {**self._head, "choices": [], "usage": counts} if self._usage else None
 
     def whole(self, piece: Piece, finish_reason: str | None, counts: Object) -> Object:
         """The answer in one; ``content`` is null where there are only tool calls."""

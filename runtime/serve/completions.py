@@ -51,8 +51,7 @@ class CompletionForm:
             "created": int(time.time()),
             "model": model,
         }
-        options = request.stream_options
-        self._usage = {"usage": None} if options is not None and options.include_usage else {}
+        self._usage = {"usage": None} if request.include_usage else {}
 
     def opening(self) -> None:
         """Nothing: a text has no role."""
@@ -61,9 +60,9 @@ class CompletionForm:
         """The chunk of a piece."""
         return {**self._head, "choices": [self._choice(piece, finish_reason)], **self._usage}
 
-    def usage_chunk(self, counts: Object) -> Object:
+    def usage_chunk(self, counts: Object) -> Object | None:
         """The chunk without choices that has the counts."""
-        return {**self._head, "choices": [], "usage": counts}
+        return {**self._head, "choices": [], "usage": counts} if self._usage else None
 
     def whole(self, piece: Piece, finish_reason: str | None, counts: Object) -> Object:
         """The answer in one."""

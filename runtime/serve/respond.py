@@ -40,8 +40,8 @@ class Form(Protocol):
     def chunk(self, piece: Piece, finish_reason: str | None) -> Object:
         """The chunk of a piece; the last one has the reason of the end."""
 
-    def usage_chunk(self, counts: Object) -> Object:
-        """The chunk of the counts, which follows the last one where it was asked for."""
+    def usage_chunk(self, counts: Object) -> Object | None:
+        """The chunk of the counts, which follows the last one; None where nobody asked for it."""
 
     def whole(self, piece: Piece, finish_reason: str | None, counts: Object) -> Object:
         """The answer in one."""
@@ -76,7 +76,6 @@ async def respond(
     metrics: Metrics,
     *,
     stream: bool,
-    include_usage: bool = False,
 ) -> Response:
     """The response to a request whose job is being followed.
 
@@ -90,7 +89,7 @@ async def respond(
             ending.reach(follower.transcript.finish_reason or "failed")
             return JsonResponse(body)
         first = await while_connected(request.receive, _next(pieces))
-        return _EventStream(first, pieces, follower, form, ending, include_usage=include_usage)
+        return _EventStream(first, pieces, follower, form, ending)
     except ClientLeftError:
         ending.reach("cancelled")
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -145,8 +144,6 @@ class _EventStream(Response):
         follower: Follower,
         form: Form,
         ending: _Ending,
-        *,
-        include_usage: bool,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers)
@@ -156,7 +153,6 @@ class _EventStream(Response):
         self._follower = follower
         self._form = form
         self._ending = ending
-        self._include_usage = include_usage
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,8 +208,8 @@ class _EventStream(Response):
             return outcome_of(refusal.status)
         reason = self._follower.transcript.finish_reason
         data = _event(self._form.chunk(Piece(), reason))
-        if self._include_usage:
-            data += _event(self._form.usage_chunk(usage(self._follower)))
+        if (counts := self._form.usage_chunk(usage(self._follower))) is not None:
+            data += _event(counts)
         await put(data + b"data: [DONE]\n\n", more=False)
         return reason or "failed"
 

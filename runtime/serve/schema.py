@@ -248,6 +248,11 @@ class Generation(_Strict):
         return self
 
     @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
     def stops(self) -> list[str]:
         """The stop strings."""
         if self.stop is None:
