@@ -131,15 +131,13 @@ def _emit_tile(
             padded = [_padded(builder, at, rest, form.step_bytes) for at in sources]
             step(padded, steps, [levels] * len(rows))
 
-    results = []
-    for totals in sums:
-        lanes = [[builder.load(part) for part in total] for total in totals]
-        whole = [builder.fadd(*parts) if form.split else parts[0] for parts in lanes]
-        results.append([fold(builder, total) for total in whole])
+    lanes = [[builder.load(part) for part in total] for totals in sums for total in totals]
+    whole = [builder.fadd(*parts) if form.split else parts[0] for parts in lanes]
+    results = fold(builder, whole)
     if form.kind.row_header_bytes:
         scales = [half_to_float(builder, cpu, load(builder, row, I16)) for row in rows]
-        return [builder.fmul(y, s) for ys, s in zip(results, scales, strict=True) for y in ys]
-    return [y for ys in results for y in ys]
+        return [builder.fmul(y, scales[i // len(xs)]) for i, y in enumerate(results)]
+    return results
 
 
 def _padded(builder: Any, at: Any, nbytes: Any, size: int) -> Any:

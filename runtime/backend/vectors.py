@@ -79,18 +79,28 @@ def broadcast(builder: Any, scalar: Any, kind: Any = VECTOR) -> Any:
     return pick(builder, first, [0] * kind.count)
 
 
-def pick(builder: Any, vector: Any, lanes: list[int]) -> Any:
-    """The given lanes of a vector, in this order."""
+def pick(builder: Any, vector: Any, lanes: list[int], other: Any = None) -> Any:
+    """The given lanes of a vector, in this order; lanes past its end are those of ``other``."""
     mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
-    return builder.shuffle_vector(vector, vector, mask)
+    return builder.shuffle_vector(vector, vector if other is None else other, mask)
 
 
-def fold(builder: Any, vector: Any) -> Any:
-    """Sum of 16 lanes: the upper half onto the lower half, four times."""
+def fold(builder: Any, vectors: list[Any]) -> list[Any]:
+    """Sum of 16 lanes of each of 2^n vectors: the upper half onto the lower half, four times.
+
+    Halves of two vectors share one, so that a step adds them together.
+    """
+    n = len(vectors)
     for half in (8, 4, 2, 1):
-        low = pick(builder, vector, list(range(half)))
-        vector = builder.fadd(low, pick(builder, vector, list(range(half, 2 * half))))
-    return builder.extract_element(vector, I32(0))
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else []
+        lanes = range(vectors[0].type.count * (2 if pairs else 1))
+        low = [lane for lane in lanes if lane % (2 * half) < half]
+        high = [lane + half for lane in low]
+        vectors = [
+            builder.fadd(pick(builder, a, low, b), pick(builder, a, high, b))
+            for a, b in pairs or [(vectors[0], vectors[0])]
+        ]
+    return [builder.extract_element(vectors[0], I32(i)) for i in range(n)]
 
 
 def half_to_float(builder: Any, cpu: Cpu, bits: Any) -> Any:
