@@ -99,7 +99,7 @@ def _feed_forward_fast(
     routes: _Routes, x: Array, limit: float, out: Array, workers: Workers
 ) -> None:
     experts, share = routes.experts, routes.share
-    table = np.array([expert.matrices for expert in experts])
+    table = np.concatenate([expert.matrices for expert in experts]).reshape(len(experts), -1)
     slots = np.array([slot for own in routes.slots for slot in own])
     starts = np.array([0, *accumulate(map(len, routes.slots))])
     width, rows = experts[0].shape

@@ -93,7 +93,7 @@ class Expert:
     up: Weight
     down: Weight
     shape: tuple[int, int] = field(init=False)  # width, d
-    matrices: tuple[int, ...] = field(init=False)  # ``Weight.matrix`` of the three in a row
+    matrices: npt.NDArray[np.int64] = field(init=False)  # ``Weight.matrix`` of the three in a row
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,5 +111,5 @@ class Expert:
                 found=(down.rows, down.cols),
             )
         object.__setattr__(self, "shape", (gate.rows, gate.cols))
-        object.__setattr__(self, "matrices", gate.matrix + up.matrix + down.matrix)
+        object.__setattr__(self, "matrices", np.array(gate.matrix + up.matrix + down.matrix))
         object.__setattr__(self, "nbytes", sum(w.data.nbytes for w in (gate, up, down)))
