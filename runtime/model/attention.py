@@ -277,8 +277,8 @@ def attend(
     def part(begin: int, end: int) -> None:
         attend_units(q, sink, *seen, eps, out, begin, end)
 
-    most = reach + int(counts.max())
-    share(workers, part, tokens * -(-heads // LANES), 2 * width * LANES * most)
+    rows = reach + int(counts[-1])  # of one of the tokens: enough to tell what sharing is worth
+    share(workers, part, tokens * -(-heads // LANES), 2 * width * LANES * rows)
     return out
 
 

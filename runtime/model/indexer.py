@@ -272,7 +272,7 @@ class Indexer:
         """
         c, places = self._config, step.places[self._ratio]
         keys = self._compressor.append(x, step, caches)
-        if places.counts.max() <= c.index_topk:
+        if places.most <= c.index_topk:
             return None
         q = self._backend.linear(self._wq_b, qr).reshape(len(x), c.index_n_heads, c.index_head_dim)
         gates = self._backend.linear(self._weights_proj, x)

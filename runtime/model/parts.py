@@ -92,14 +92,15 @@ class Span(NamedTuple):
 class Places:
     """What positions mean to the layers of one ratio, for the tokens of one step.
 
-    ``cos``, ``sin`` [T, pairs] at the tokens; ``counts`` [T] entries each token sees. Of the W
-    windows that the step completes: ``window_cos``, ``window_sin`` [W, pairs] at the first token,
-    ``window_numbers`` [W], and ``window_owners`` [W], the spans that they belong to.
+    ``cos``, ``sin`` [T, pairs] at the tokens; ``counts`` [T] entries each token sees, ``most`` of
+    them. Of the W windows that the step completes: ``window_cos``, ``window_sin`` [W, pairs] at the
+    first token, ``window_numbers`` [W], and ``window_owners`` [W], the spans that they belong to.
     """
 
     cos: F32
     sin: F32
     counts: I64
+    most: int
     window_cos: F32
     window_sin: F32
     window_numbers: I64
@@ -111,13 +112,14 @@ class Places:
         cos, sin = rope.turns(frequencies, positions)
         none = positions[:0]
         if not ratio:
-            return Places(cos, sin, np.zeros_like(positions), cos[:0], sin[:0], none, none)
+            return Places(cos, sin, np.zeros_like(positions), 0, cos[:0], sin[:0], none, none)
         counts = (positions + 1) // ratio
+        most = int(counts.max())
         last = np.flatnonzero((positions + 1) % ratio == 0)
         if not len(last):
-            return Places(cos, sin, counts, cos[:0], sin[:0], none, none)
+            return Places(cos, sin, counts, most, cos[:0], sin[:0], none, none)
         turned = rope.turns(frequencies, positions[last] + 1 - ratio)
-        return Places(cos, sin, counts, *turned, counts[last] - 1, owners[last])
+        return Places(cos, sin, counts, most, *turned, counts[last] - 1, owners[last])
 
 
 @dataclass(frozen=True, slots=True)
