@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.quantize.checkpoint import read_text
-from ds4q.quantize.errors import EncodingError
+from ds4q.quantize.errors import EncodingError, FileKindError
 
 FOLDER = "encoding"
 FILE = "encoding_dsv4.py"
@@ -87,7 +87,10 @@ def parse_encoding(path: Path) -> Encoding:
     """
     places = [path / FILE, path / FOLDER / FILE] if path.is_dir() else [path]
     for place in places:
-        raw = read_text(place)
+        try:
+            raw = read_text(place)
+        except FileKindError:
+            raise EncodingError("not a regular file", path=place) from None
         if raw is not None:
             return _read(raw, place)
     raise EncodingError(f"no {FILE}", path=path)
@@ -122,13 +125,14 @@ def encoding_from_metadata(metadata: Mapping[str, Any], *, path: object = None) 
     for name, text in texts.items():
         if not isinstance(text, str):
             raise EncodingError(f"{where}: {name} is not text", path=path)
-    encoding = _encoding(texts)
+    encoding = _encoding(texts, where if path is None else f"{path}: {where}")
     if found.get("sha256") != encoding.sha256:
         raise EncodingError(f"{where}: texts and hashes disagree", path=path)
     return encoding
 
 
-def _encoding(texts: Mapping[str, str]) -> Encoding:
+def _encoding(texts: Mapping[str, str], where: str) -> Encoding:
+    """The texts by what they are for; ``where`` they are from, for notes."""
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     efforts = {"low": ""}
     release = None
@@ -139,7 +143,7 @@ def _encoding(texts: Mapping[str, str]) -> Encoding:
         release = "preview"
         efforts |= {"high": "", "max": texts[PREVIEW]}
     notes = tuple(
-        f"{FILE}: {name} has another text than the releases known here (sha256 {digest}); "
+        f"{where}: {name} has another text than the releases known here (sha256 {digest}); "
         "it is used"
         for name, digest in digests.items()
         if digest != KNOWN[name]
@@ -166,7 +170,7 @@ def _read(raw: bytes, path: Path) -> Encoding:
         raise EncodingError(
             "none of the format's constants", path=path, expected=f"{PROMPTS}, {PREVIEW}, {HEADING}"
         )
-    return _encoding(texts)
+    return _encoding(texts, str(path))
 
 
 class _Constants:

@@ -242,4 +242,4 @@ class EncodingError(SourceError):
     """The source of a release's prompt encoder, or what an artifact kept of it, cannot be read."""
 
     rule = "not a usable encoding file"
-    cure = "use encoding/encoding_dsv4.py as a DeepSeek-V4 release publishes it"
+    cure = "use encoding_dsv4.py of a DeepSeek-V4 release, or the folder encoding/ that holds it"

@@ -52,6 +52,14 @@ class ChatError(RunError, ValueError):
     rule = "bad messages"
 
 
+class EffortError(ChatError):
+    """An effort whose text is not at hand."""
+
+
+class ResponseFormatError(ChatError):
+    """A response format whose text is not at hand."""
+
+
 class SamplingError(RunError, ValueError):
     """A sampling parameter out of its range."""
 

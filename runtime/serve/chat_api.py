@@ -7,13 +7,14 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ds4q.runtime.errors import RunError
+from ds4q.runtime.errors import ControlTokenError, EffortError, ResponseFormatError, RunError
 from ds4q.runtime.serve.refusal import Refusal
 from ds4q.runtime.serve.respond import Object
 from ds4q.runtime.serve.schema import ChatRequest, Effort
 from ds4q.runtime.serve.serving import Plan, Serving
 from ds4q.runtime.serve.transcript import Piece, Scored
 from ds4q.runtime.text.chat import attach_response_format, attach_tools, encode_chat
+from ds4q.runtime.text.pieces import DSML
 from ds4q.runtime.text.tokenizer import Tokenizer
 
 ENDPOINT = "/v1/chat/completions"
@@ -72,8 +73,19 @@ def plan_chat(serving: Serving, request: ChatRequest, body: Mapping[str, Any]) -
             top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
     except RunError as error:
-        raise Refusal.of(error, param="messages") from error
+        raise Refusal.of(error, param=_field(error, has_tools=has_tools)) from error
     return Plan(job, thinking=prompt.thinking, tools=has_tools)
+
+
+def _field(error: RunError, *, has_tools: bool) -> str:
+    """The field of a request that an error of its prompt is about."""
+    if isinstance(error, EffortError):
+        return "reasoning_effort"
+    if isinstance(error, ResponseFormatError):
+        return "response_format"
+    if has_tools and isinstance(error, ControlTokenError) and error.expected == DSML:
+        return "tools"
+    return "messages"
 
 
 def _without_nulls(message: Any) -> Any:

@@ -114,23 +114,26 @@ class Refusal(Exception):
     def of_request(cls, error: ValidationError) -> Self:
         """What the first fault of a request comes to."""
         fault = error.errors(include_url=False)[0]
-        place = fault["loc"]
-        if fault["type"] == "role":
-            place = (*place, "role")
+        place, kind, given = fault["loc"], fault["type"], fault["input"]
+        if kind == "role" and not isinstance(given, dict):  # a message, whose role is looked for
+            kind = "dict_type"
+        elif kind == "role":
+            place, given = (*place, "role"), given.get("role")
+            kind = "missing" if given is None else "role"
         param = _path(place) or None
-        if fault["type"] == "extra_forbidden":
+        if kind == "extra_forbidden":
             return cls(400, f"unsupported field: {param}", param=param, code="unsupported_field")
-        if fault["type"] == "missing":
+        if kind == "missing":
             return cls(400, f"{param} is missing", param=param, code="missing_field")
-        found = _shown(fault["input"])
+        found = _shown(given)
         if param in ONLY:
             message = f"unsupported value of {param}: {found}; only {ONLY[param]} is served"
             return cls(400, message, param=param, code="unsupported_value")
-        words = _WORDS.get(fault["type"], "").format_map(fault.get("ctx", {})) or fault["msg"]
+        words = _WORDS.get(kind, "").format_map(fault.get("ctx", {})) or fault["msg"]
         message = words.removeprefix("Value error, ").removeprefix("Input ")
-        if fault["type"] != "value_error":
+        if kind != "value_error":
             message += f", not {found}"
-        code = "unsupported_value" if fault["type"] == "literal_error" else None
+        code = "unsupported_value" if kind in ("literal_error", "role") else None
         return cls(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 

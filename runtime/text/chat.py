@@ -12,7 +12,7 @@ from typing import Any
 
 from ds4q.quantize.config import MODEL_TYPE
 from ds4q.quantize.encoding import EFFORTS, Encoding
-from ds4q.runtime.errors import ChatError
+from ds4q.runtime.errors import ChatError, EffortError, ResponseFormatError
 from ds4q.runtime.text.pieces import (
     ASSISTANT,
     BOS,
@@ -34,6 +34,7 @@ from ds4q.runtime.text.tools import to_json, tool_block, tool_calls_block
 BLANK_LINE = "\n\n"
 ROLES = ("system", "user", "developer", "latest_reminder", "assistant", "tool")
 NEEDS_ENCODING = "it is part of a release: name its folder encoding/ with --encoding PATH"
+LACKS_TEXT = "the release's encoding that is used has none"
 ANSWERED = ("user", "developer", "latest_reminder", "tool")  # what stands before an answer
 ASKING = ("user", "developer")  # the roles that a turn of the model answers
 
@@ -216,8 +217,17 @@ def _effort_text(effort: str, encoding: Encoding | None) -> list[Piece]:
     if encoding is not None:
         text = encoding.efforts.get(effort)
     if text is None:
-        raise ChatError(f"no text for effort {effort!r}", remedy=NEEDS_ENCODING)
+        raise EffortError(
+            f"no text for effort {effort!r}",
+            expected=None if encoding is None else ", ".join(encoding.efforts),
+            remedy=_missing(encoding),
+        )
     return list(template(text))
+
+
+def _missing(encoding: Encoding | None) -> str:
+    """What to do where a text of the release is needed, and not there."""
+    return NEEDS_ENCODING if encoding is None else LACKS_TEXT
 
 
 def _is_prefix(messages: Sequence[Any]) -> bool:
@@ -257,7 +267,7 @@ def _render_input(prompt: Prompt, turn: _Turn, encoding: Encoding | None) -> Non
         prompt.text(BLANK_LINE).extend(tool_block(turn.tools))
     if turn.response_format is not None:
         if encoding is None or encoding.response_format is None:
-            raise ChatError("no text for a response format", remedy=NEEDS_ENCODING)
+            raise ResponseFormatError("no text for a response format", remedy=_missing(encoding))
         prompt.text(BLANK_LINE).extend(template(encoding.response_format))
         prompt.text(to_json(turn.response_format))
 

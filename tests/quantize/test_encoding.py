@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,9 @@ def test_the_published_texts_are_known_by_their_hashes() -> None:
 
 def test_another_text_is_reported_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = parse_encoding(write(tmp_path, PREVIEW))
-    assert [note.split()[1] for note in found.notes] == list(found.sha256)
+    place = tmp_path / "encoding" / "encoding_dsv4.py"
+    told = [note.removeprefix(f"{place}: ").split()[0] for note in found.notes]
+    assert told == list(found.sha256)
     digests = found.sha256.values()
     assert all(digest in note for digest, note in zip(digests, found.notes, strict=True))
     monkeypatch.setattr(module, "KNOWN", found.sha256)
@@ -178,6 +181,34 @@ def test_no_file_is_an_error_that_names_the_place(tmp_path: Path) -> None:
         assert str(caught.value).startswith(str(place))
 
 
+def test_a_note_names_the_file_that_was_given(tmp_path: Path) -> None:
+    place = tmp_path / "mine.py"
+    place.write_text('REASONING_EFFORT_MAX = "x"')
+    (note,) = parse_encoding(place).notes
+    assert note.startswith(f"{place}: REASONING_EFFORT_MAX has another text")
+    assert "encoding_dsv4.py" not in note
+    metadata = {"ds4q": {"encoding": parse_encoding(place).document()}}
+    kept = encoding_from_metadata(metadata, path="a.hfq")
+    assert kept is not None
+    assert kept.notes[0].startswith("a.hfq: metadata ds4q.encoding: REASONING_EFFORT_MAX has")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_what_is_no_file_is_told_with_what_to_name(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "encoding_dsv4.py"
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place = Path(os.devnull)
+    with pytest.raises(EncodingError) as caught:
+        parse_encoding(tmp_path if kind == "folder" else place)
+    said = str(caught.value)
+    assert said.startswith(f"{place}: not a regular file; ")
+    assert "encoding_dsv4.py of a DeepSeek-V4 release, or the folder encoding/" in said
+
+
 # ------------------------------------------------------------------ in artifacts
 
 
@@ -185,9 +216,12 @@ def test_metadata_gives_the_texts_back(tmp_path: Path) -> None:
     for source in (PREVIEW, LATER, 'REASONING_EFFORT_PROMPTS = {"max": "More."}'):
         found = parse_encoding(write(tmp_path, source))
         document = json.loads(json.dumps(found.document(), sort_keys=True))
-        assert encoding_from_metadata({"ds4q": {"encoding": document}}) == replace(
-            found, notes=tuple(sorted(found.notes))
-        )
+        again = encoding_from_metadata({"ds4q": {"encoding": document}})
+        assert again is not None
+        assert replace(again, notes=()) == replace(found, notes=())
+        place = f"{tmp_path / 'encoding' / 'encoding_dsv4.py'}: "
+        told = sorted(note.removeprefix(place) for note in found.notes)
+        assert [n.removeprefix("metadata ds4q.encoding: ") for n in again.notes] == told
 
 
 @pytest.mark.parametrize(

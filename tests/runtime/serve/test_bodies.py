@@ -191,7 +191,7 @@ def test_a_field_that_is_not_supported_is_refused_by_name(served: Served, field:
         ({"role": "latest_reminder", "content": "x"}, "messages[0].role"),
         ({"role": 7, "content": "x"}, "messages[0].role"),
         ({"content": "x"}, "messages[0].role"),
-        (5, "messages[0].role"),
+        (5, "messages[0]"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content"),
@@ -216,6 +216,31 @@ def test_a_message_that_cannot_be_is_named_by_its_place(
 ) -> None:
     error = error_of(served.http.post(CHAT, json={"messages": [message]}), 400)
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("message", "says", "code"),
+    [
+        (
+            {"role": "developer", "content": "x"},
+            'messages[0].role: role must be system, user, assistant or tool, not "developer"',
+            "unsupported_value",
+        ),
+        (
+            {"role": 7, "content": "x"},
+            "messages[0].role: role must be system, user, assistant or tool, not 7",
+            "unsupported_value",
+        ),
+        ({"content": "x"}, "messages[0].role is missing", "missing_field"),
+        ({"role": None, "content": "x"}, "messages[0].role is missing", "missing_field"),
+        (["x"], "messages[0]: should be an object, not a list of 1", None),
+    ],
+)
+def test_a_role_that_is_none_is_shown(
+    served: Served, message: Any, says: str, code: str | None
+) -> None:
+    error = error_of(served.http.post(CHAT, json={"messages": [message]}), 400)
+    assert (error["message"], error["code"]) == (says, code)
 
 
 def test_a_conversation_that_asks_for_no_answer_is_refused(served: Served) -> None:

@@ -383,7 +383,9 @@ def test_without_the_release_s_texts_what_needs_them_is_refused(
 ) -> None:
     response = served.chat(**fields)
     assert response.status_code == 400
-    assert says in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert says in error["message"]
+    assert error["param"] == list(fields)[-1]
 
 
 # --- tools --------------------------------------------------------------------------------------
@@ -460,5 +462,11 @@ def test_the_control_token_of_a_call_counts_as_the_format_s(served: Served) -> N
 def test_a_control_token_that_the_tokenizer_lacks_is_named() -> None:
     with serving(tools=False) as served:
         response = served.chat(tools=[TOOL])
-    assert response.status_code == 400
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        question, said = {"role": "user", "content": "q"}, {"role": "assistant"}
+        messages = [question, {**said, "tool_calls": [call]}, question]
+        called = served.http.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == called.status_code == 400
     assert "｜DSML｜" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "tools"
+    assert called.json()["error"]["param"] == "messages"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ds4q.quantize.encoding import Encoding
-from ds4q.runtime.errors import ChatError
+from ds4q.runtime.errors import ChatError, EffortError, ResponseFormatError
 from ds4q.runtime.text.chat import attach_response_format, attach_tools, encode_chat, render
 from ds4q.runtime.text.pieces import Control
 from ds4q.runtime.text.tokenizer import Tokenizer
@@ -55,9 +55,21 @@ def test_effort_stands_right_behind_bos() -> None:
     assert text([user("a")], "chat", **asked) == U + "a" + A + C
 
 
-@pytest.mark.parametrize("given", [None, encoding()], ids=["no file", "no text"])
-def test_effort_without_its_text_is_refused_in_thinking_mode(given: Encoding | None) -> None:
-    with pytest.raises(ChatError, match=r"no text for effort 'max'.*--encoding"):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "no text for effort 'max'; it is part of a release: name its folder .*--encoding"),
+        (
+            encoding(),
+            "no text for effort 'max': expected low, high; the release's encoding .* none$",
+        ),
+    ],
+    ids=["no file", "no text"],
+)
+def test_effort_without_its_text_is_refused_in_thinking_mode(
+    given: Encoding | None, said: str
+) -> None:
+    with pytest.raises(EffortError, match=said):
         render([user("a")], thinking=True, effort="max", encoding=given)
     assert text([user("a")], effort="max", encoding=given) == U + "a" + A + C
 
@@ -115,9 +127,16 @@ def test_response_format_without_system_message_gets_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("given", [None, encoding()], ids=["no file", "no text"])
-def test_response_format_without_its_text_is_refused(given: Encoding | None) -> None:
-    with pytest.raises(ChatError, match=r"no text for a response format.*--encoding"):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "no text for a response format; .*--encoding"),
+        (encoding(), "no text for a response format; the release's encoding that is used has none"),
+    ],
+    ids=["no file", "no text"],
+)
+def test_response_format_without_its_text_is_refused(given: Encoding | None, said: str) -> None:
+    with pytest.raises(ResponseFormatError, match=said):
         render(attach_response_format([user("a")], JSON), encoding=given)
 
 
