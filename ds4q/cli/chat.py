@@ -30,9 +30,10 @@ HELP = """\
 /reset     begin a new conversation
 /thinking  show what came before the last answer
 /help      show this
-/exit      end; Ctrl-D does so, too
-Ctrl-C stops an answer. A line that ends in \\ goes on in the next one."""
-_COMMAND = re.compile(r"/[a-z]+")
+/exit      end; Ctrl-D does so, too, but not during an answer
+Ctrl-C stops an answer. A line that ends in \\ goes on in the next one; pasted lines are one."""
+_COMMANDS = ("/reset", "/thinking", "/help", "/exit")
+_LIKE_A_COMMAND = re.compile(r"/[A-Za-z]+")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LABEL = "thinking: "
 
@@ -59,8 +60,7 @@ class Chat:
 
     def run(self) -> None:
         """Answer line after line; returns at /exit and at the end of the input."""
-        with suppress(ImportError):
-            import readline  # noqa: F401 (editing and history for input(), where there is one)
+        self._edit_lines()
         if not self._quiet:
             say("/help lists commands, Ctrl-D ends.")
         try:
@@ -69,6 +69,15 @@ class Chat:
             if error.errno != errno.EIO:
                 raise
             raise Terminated from error  # the terminal is gone, and its signal comes or has come
+
+    def _edit_lines(self) -> None:
+        """Editing and history for ``input``, where there is a library for it."""
+        with suppress(ImportError):
+            import readline
+
+            # Python switches pasting off; libedit, which may stand in, does not know it.
+            if self._style.escapes and "libedit" not in (readline.__doc__ or ""):
+                readline.parse_and_bind("set enable-bracketed-paste on")
 
     def _talk(self) -> None:
         for text in self._questions():
@@ -95,21 +104,36 @@ class Chat:
                 _write("\n")
                 say("Ctrl-D or /exit ends the chat.")
                 continue
-            word = text.strip()
-            if word == "/exit":
+            words = text.split()
+            if words == ["/exit"]:
                 return
-            if _COMMAND.fullmatch(word):
-                self._command(word)
-            elif word:
-                yield text
+            if not words or self._obeys(words):
+                continue
+            yield text
 
     def _read(self) -> str:
-        """A question: a line, and those after it while each ends in a backslash."""
+        """A question: a line or a paste, and the lines after it while each ends in a backslash."""
         lines = [input(self._style.prompt("> "))]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
             lines.append(input(self._style.prompt(". ")))
         return "\n".join(lines)
+
+    def _obeys(self, words: list[str]) -> bool:
+        """Do the command that these words are; whether they are one, or nearly so."""
+        word = words[0]
+        if len(words) == 1 and word in _COMMANDS:
+            self._command(word)
+        elif word.lower() in _COMMANDS:  # to send it might give a slip of the hand to the model
+            say(
+                f"not sent: the command is {word.lower()}, alone and in small letters; "
+                "a question begins with another word"
+            )
+        elif len(words) == 1 and _LIKE_A_COMMAND.fullmatch(word):
+            say(f"there is no command {word}; /help lists them")
+        else:
+            return False
+        return True
 
     def _command(self, word: str) -> None:
         if word == "/reset":
@@ -118,10 +142,8 @@ class Chat:
             self._note("a new conversation")
         elif word == "/thinking":
             self._note(self._reasoning.strip() or "there was none")
-        elif word == "/help":
-            _write(HELP + "\n")
         else:
-            say(f"there is no command {word}; /help lists them")
+            _write(HELP + "\n")
 
     def _answer(self, text: str) -> None:
         thoughts = _Thoughts(self._style)

@@ -64,6 +64,42 @@ def test_a_chat_remembers_and_edits_and_ends_at_ctrl_d(tiny_artifact: Path) -> N
         assert user.process.returncode == 0
 
 
+def test_lines_that_are_pasted_are_one_question(tiny_artifact: Path) -> None:
+    readline = pytest.importorskip("readline")
+    if "libedit" in readline.__doc__:
+        pytest.skip("libedit knows no pasting")
+    with terminal("run", str(tiny_artifact), "--temp", "0", "--max-tokens", "9") as user:
+        assert "\x1b[?2004h" in user.until(PROMPT)
+        user.type("\x1b[200~one\ntwo \\\rthree\x1b[201~\n")
+        shown = plain(user.until(PROMPT))
+        size = len("one\ntwo \\\nthree") + 4
+        assert f"prompt: {size} tokens, 0 of them cached" in shown
+        user.type("/exit\n")
+        user.end()
+        assert user.process.returncode == 0
+
+
+def test_ctrl_d_in_an_answer_does_not_end_the_chat_after_it(tiny_artifact: Path) -> None:
+    pytest.importorskip("readline")
+    with terminal("run", str(tiny_artifact), "-q", *ENDLESS) as user:
+        user.until(PROMPT)
+        asked, answer = question("copy-snake")
+        user.type(asked + "\n")
+        user.until(asked)
+        user.until(answer)  # and it goes on
+        user.type("\x04~~~")
+        user.until("~~~")
+        user.process.send_signal(signal.SIGINT)  # the key would take back what was typed
+        user.until("stopped")
+        user.until(PROMPT)
+        user.type("\x15/reset\n")
+        user.until("a new conversation")
+        user.until(PROMPT)
+        user.type("\x04")
+        user.end()
+        assert user.process.returncode == 0
+
+
 def test_ctrl_c_stops_an_answer_and_not_the_chat(tiny_artifact: Path) -> None:
     with terminal("run", str(tiny_artifact), "-q", "--think", *ENDLESS) as user:
         user.until(PROMPT)
@@ -200,8 +236,20 @@ def test_commands(room: Room) -> None:
 
 
 def test_only_a_word_is_a_command(room: Room) -> None:
-    room.chat("/usr/bin is what?", "/help me", "//", "", "   ")
-    assert room.asked() == ["/usr/bin is what?", "/help me", "//"]
+    room.chat("/usr/bin is what?", "what is /help", "//", "/exit!", "", "   ")
+    assert room.asked() == ["/usr/bin is what?", "what is /help", "//", "/exit!"]
+
+
+@pytest.mark.parametrize("line", ["/Reset", "/reset now", " /RESET", "/Exit", "/help\nme"])
+def test_what_is_nearly_a_command_is_not_sent(room: Room, line: str) -> None:
+    word = line.split()[0].lower()
+    out, err = room.chat("a", line, "b")
+    assert room.asked() == ["a", "b"]
+    assert out == "ok\nok\n\n"
+    assert err == (
+        f"not sent: the command is {word}, alone and in small letters; "
+        "a question begins with another word\n"
+    )
 
 
 def test_a_backslash_goes_on_in_the_next_line(room: Room) -> None:
