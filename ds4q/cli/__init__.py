@@ -6,6 +6,7 @@ A command is a module here that exposes ``command``; it is imported when it is c
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -153,17 +154,23 @@ def _os_error_text(error: OSError) -> str:
         if name is not None
     ]
     what = error.strerror or str(error)
+    if error.errno == errno.EBADF and not files:  # as _standard_streams opens a closed one
+        what = f"standard output cannot be written: {what}"
     return f"{' -> '.join(files)}: {what}" if files else what
 
 
 @contextmanager
 def _standard_streams() -> Iterator[None]:
-    """Have all three, and let a reader that left neither complain nor change the exit status."""
+    """Have all three, and let a reader that left neither complain nor change the exit status.
+
+    What is said to a stderr that was closed goes nowhere; a result for such a stdout is an error.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # else the next file opened would become, say, stderr
+            # Else the next file opened would become, say, stderr.
+            os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR)
         if getattr(sys, name) is None:  # Python's word for a stream that was closed at start
             mode = "w" if number else "r"
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))

@@ -263,16 +263,28 @@ def test_a_full_disk_under_stderr_keeps_the_status() -> None:
     assert (done.returncode, done.stdout) == (2, b"")
 
 
-@pytest.mark.parametrize("closed", [0, 1, 2])
-def test_closed_streams_do_not_matter(closed: int) -> None:
+@pytest.mark.parametrize("closed", [0, 2])
+def test_a_closed_stdin_or_stderr_does_not_matter(closed: int) -> None:
     command = f"exec {closed}>&-; exec {sys.executable} -m ds4q doctor --json"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stderr == ""
-    if closed == 1:
-        assert done.stdout == ""
-    else:
-        assert json.loads(done.stdout)["ok"]
+    assert json.loads(done.stdout)["ok"]
+
+
+@pytest.mark.parametrize("arguments", ["doctor --json", "doctor", "--help", "run --help"])
+def test_results_for_a_closed_stdout_are_an_error(arguments: str) -> None:
+    command = f"exec {sys.executable} -m ds4q {arguments} >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "ds4q: error: standard output cannot be written: Bad file descriptor\n"
+
+
+def test_a_closed_stdout_does_not_matter_without_results() -> None:
+    command = f"exec {sys.executable} -m ds4q nosuch >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "No such command" in done.stderr
 
 
 def test_an_opened_file_never_becomes_a_standard_stream(tmp_path: Path) -> None:
