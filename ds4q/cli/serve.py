@@ -177,11 +177,13 @@ def command(
         raise click.UsageError(f"serving needs {', '.join(missing)}: pip install 'ds4q[serve]'")
     from ds4q.runtime.engine import BATCH_TOKENS
     from ds4q.runtime.serve.limits import Limits, is_loopback
+    from ds4q.runtime.serve.listening import resolve
 
     if concurrent > BATCH_TOKENS:  # each answer's next token has a place in one batch
         raise click.UsageError(f"--concurrent {concurrent}: at most {BATCH_TOKENS} go together")
 
     if not is_loopback(host) and api_key is None and not allow_no_key:
+        resolve(host, port)  # what is no address needs no key
         raise click.UsageError(
             f"--host {host} can be reached by other machines: give an --api-key (or set "
             f"{KEY_VARIABLE}), or --allow-no-key to let everybody in"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 from ds4q.runtime.errors import ServeError
 
@@ -14,10 +15,8 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises ``ServeError`` where the address cannot be had.
     """
+    family, kind, protocol, address = resolve(host, port)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
         found = socket.socket(family, kind, protocol)
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -26,13 +25,28 @@ def listen(host: str, port: int) -> socket.socket:
         except OSError:
             found.close()
             raise
-    except (OSError, UnicodeError) as error:  # the second for what can be no name at all
+    except OSError as error:
         raise ServeError(
             f"cannot listen on {host} port {port}",
-            found=error.strerror if isinstance(error, OSError) else "what is no host's name",
+            found=error.strerror,
             remedy="choose another --port or --host",
         ) from None
     return found
+
+
+def resolve(host: str, port: int) -> tuple[int, int, int, Any]:
+    """Family, type, protocol and address of a socket for ``host``; ``ServeError`` without any."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:  # the second for what can be no name at all
+        raise ServeError(
+            f"cannot listen on {host}: the name cannot be resolved",
+            found=error.strerror if isinstance(error, OSError) else "what is no host's name",
+            remedy="choose another --host",
+        ) from None
+    return family, kind, protocol, address
 
 
 def url(listening: socket.socket) -> str:
