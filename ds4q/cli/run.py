@@ -174,9 +174,8 @@ def command(
     if chatting and (raw or as_json or stats is not None):
         raise click.UsageError("--raw, --json and --stats need a prompt: -p, or text in stdin")
     loading = model.loading(file, quiet=quiet)
-    text = "" if prompt_ids or chatting else _prompt_text(prompt)
 
-    from ds4q.runtime.generate import check_prompt, metadata_object, stop_ids
+    from ds4q.runtime.generate import metadata_object, room_after, stop_ids
     from ds4q.runtime.serve.conversation import ChatFormat, Manner
     from ds4q.runtime.text.chat import encode_raw
     from ds4q.runtime.text.tokenizer import Tokenizer
@@ -189,10 +188,12 @@ def command(
     drawn = (sampler.temperature, sampler.top_p, sampler.seed)
     manner = Manner(max_tokens, *drawn, stops, ignore_eos)
     config = metadata_object(metadata, "config")
+    vocabulary, context = _size(config, "vocab_size"), _size(config, "max_position_embeddings")
     telling = _Telling(think, as_json, stats, quiet, verbose)
     ids = prompt_ids
     if not ids:
         tokenizer = _required(tokenizer, file)
+        text = "" if chatting else _prompt_text(prompt, tokenizer, context)
         if raw:
             ids = encode_raw(tokenizer, text)
         else:
@@ -201,9 +202,8 @@ def command(
             ids = words.prompt([{"role": "user", "content": text}]).ids
             if chatting:  # the prompt above shows that there can be one
                 return _chat(loading, words, manner, telling)
-    vocabulary = config.get("vocab_size")
-    if isinstance(vocabulary, int):  # else the engine says what is wrong with the config
-        check_prompt(ids, vocabulary)
+    if vocabulary is not None and context is not None:  # else the engine says what is wrong
+        room_after(ids, vocabulary, context)
     _generate(loading, ids, tokenizer, sampler, manner, telling)
 
 
@@ -266,23 +266,44 @@ def _generate(
         raise stop
 
 
-def _prompt_text(prompt: str | None) -> str:
-    """The text of ``-p``, else of stdin where something is piped into it."""
-    if prompt is not None:
-        return prompt
-    from ds4q.runtime.errors import PromptError
+def _size(config: Mapping[str, Any], key: str) -> int | None:
+    """A number of the config; None for what cannot be one."""
+    found = config.get(key)
+    return found if type(found) is int and found > 0 else None
 
-    piped = b""
-    if sys.stdin is not None and not sys.stdin.isatty():
+
+def _prompt_text(prompt: str | None, tokenizer: Tokenizer, context_tokens: int | None) -> str:
+    """The text of ``-p``, else of stdin where something is piped into it; never empty."""
+    text = prompt
+    if text is None:
+        terminal = sys.stdin is None or sys.stdin.isatty()
+        text = "" if terminal else _piped(tokenizer, context_tokens)
+    if not text:
+        raise click.UsageError("no prompt: give -p TEXT or --prompt-ids, or pipe text into stdin")
+    return text
+
+
+def _piped(tokenizer: Tokenizer, context_tokens: int | None) -> str:
+    """The text in stdin; of one that no context of this size can hold only so much is read."""
+    from ds4q.runtime.errors import ContextError, PromptError
+
+    longest = tokenizer.longest_bytes()
+    if longest is None or context_tokens is None:
         piped = sys.stdin.buffer.read()
+    else:
+        most = context_tokens * longest  # BOS and an answer take the room of the last line break
+        piped = sys.stdin.buffer.read(most + 1)
+        if len(piped) > most:
+            raise ContextError(
+                f"stdin holds more than a context of {context_tokens:,} tokens can",
+                expected=f"at most {most:,} bytes",
+                remedy="shorten the prompt",
+            )
     try:
         text = piped.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptError("stdin is not UTF-8", found=f"byte {error.start}") from None
-    text = text.removesuffix("\n").removesuffix("\r")
-    if not text:
-        raise click.UsageError("no prompt: give -p TEXT or --prompt-ids, or pipe text into stdin")
-    return text
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _required(tokenizer: Tokenizer | None, file: Path) -> Tokenizer:

@@ -27,6 +27,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHAR = _byte_alphabet()
+WHOLE = {"BPE", "ByteLevel", "Digits", "Split"}  # parts of a tokenizer that leave no byte out
 
 
 class Tokenizer:
@@ -53,6 +54,7 @@ class Tokenizer:
             parsed.update(added_tokens=[], truncation=None, padding=None)
             self._text = tokenizers.Tokenizer.from_str(json.dumps(parsed, ensure_ascii=False))
             decoder = (parsed.get("decoder") or {}).get("type")
+            self._keeps_all = _keeps_all(parsed)
         except Exception as error:  # the library raises bare Exception for a malformed file
             lacks = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise TokenizerError(path=path, found=lacks) from None
@@ -97,7 +99,18 @@ class Tokenizer:
                 found=f"a lone surrogate at character {error.start}",
                 remedy="pass UTF-8 text",
             ) from None
-        return list(self._text.encode(text, add_special_tokens=False).ids)
+        # Of all that the library offers, only this lets other threads run meanwhile.
+        (encoded,) = self._text.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoded.ids)
+
+    def longest_bytes(self) -> int | None:
+        """The most bytes of a text that one token stands for; None where there is no such number.
+
+        N tokens are then of a text of at most N times so many bytes.
+        """
+        if not self._keeps_all:
+            return None
+        return max(map(len, self._text.get_vocab(with_added_tokens=False)))  # a character a byte
 
     def control(self, text: str) -> int:
         """The id of the control token ``text``; ``ControlTokenError`` where there is none."""
@@ -123,3 +136,17 @@ class Tokenizer:
         """Text of ``tokens``; bytes that are not UTF-8 become U+FFFD."""
         joined = b"".join(self.token_bytes(token) for token in tokens)
         return joined.decode("utf-8", errors="replace")
+
+
+def _keeps_all(parsed: Mapping[str, Any]) -> bool:
+    """Whether each byte of a text is in one of its tokens: none is dropped or rewritten before."""
+    normalizer, before = parsed.get("normalizer") or {}, parsed.get("pre_tokenizer") or {}
+    parts = before.get("pretokenizers", [before])
+    kinds = {part.get("type") for part in parts}
+    removed = any(part.get("behavior") == "Removed" for part in parts)
+    return (
+        not normalizer.get("normalizers", normalizer)
+        and "ByteLevel" in kinds
+        and {*kinds, parsed["model"].get("type")} <= WHOLE
+        and not removed
+    )

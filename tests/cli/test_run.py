@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -216,6 +217,8 @@ def test_option_that_is_not_utf8(artifact: str, answer: Answer) -> None:
     "arguments",
     [
         [],
+        ["-p", ""],
+        ["--raw", "-p", ""],
         ["-p", "hi", "--prompt-ids", "1"],
         ["--prompt-ids", ""],
         ["--prompt-ids", "1,,2"],
@@ -331,6 +334,57 @@ def test_prompt_that_fills_the_context(artifact: str, answer: Answer) -> None:
     result = run(artifact, "-p", "x" * 1000)
     assert result.exit_code == 1
     assert "the prompt fills the context" in result.stderr
+
+
+def test_prompt_that_fills_the_model_s_context_is_refused_before_weights_are_read(
+    small: str, answer: Answer
+) -> None:
+    engine = answer(EOS)
+    result = run(small, "--raw", "-p", "x" * 19)
+    assert result.exit_code == 1
+    assert "the prompt fills the context: expected fewer than 20 tokens, found 20" in result.stderr
+    assert engine.threads == 0
+
+
+@pytest.fixture
+def small(tmp_path: Path, metadata: dict[str, Any]) -> str:
+    """A model of 20 positions, each token of which is a byte."""
+    metadata["config"]["max_position_embeddings"] = 20
+    return str(write_artifact(tmp_path / "small.hfq", metadata))
+
+
+def test_no_more_of_stdin_is_read_than_can_be_a_prompt(small: str, answer: Answer) -> None:
+    engine = answer(EOS)
+    piped = io.BytesIO(b"x" * 1000)
+    result = CliRunner().invoke(main, ["run", small, "--raw"], input=piped)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        "ds4q: error: stdin holds more than a context of 20 tokens can: "
+        "expected at most 20 bytes; shorten the prompt\n"
+    )
+    assert piped.tell() == 21
+    assert engine.threads == 0
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_the_longest_prompt_of_stdin_is_taken(small: str, answer: Answer, end: str) -> None:
+    engine = answer(97, EOS)
+    result = run(small, "--raw", stdin="x" * 18 + end)
+    assert (result.exit_code, result.stdout) == (0, "a\n")
+    assert len(engine.fed[0]) == 19
+
+
+def test_stdin_has_no_end_where_tokens_have_none(
+    tmp_path: Path, metadata: dict[str, Any], answer: Answer
+) -> None:
+    parsed = json.loads(metadata["tokenizer"])
+    shrinking = {"type": "Replace", "pattern": {"String": "x"}, "content": ""}
+    metadata["tokenizer"] = json.dumps(parsed | {"normalizer": shrinking})
+    metadata["config"]["max_position_embeddings"] = 20
+    engine = answer(EOS)
+    file = str(write_artifact(tmp_path / "m.hfq", metadata))
+    assert run(file, "--raw", stdin="x" * 1000 + "a").exit_code == 0
+    assert engine.fed == [[256, *b"a"]]
 
 
 def test_ignore_eos(artifact: str, answer: Answer) -> None:

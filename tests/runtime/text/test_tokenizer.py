@@ -194,6 +194,46 @@ def test_tokenizer_without_a_byte_is_refused() -> None:
 # ------------------------------------------------------------------ the published tokenizer
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}]}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {
+                        "type": "Split",
+                        "pattern": {"String": " "},
+                        "behavior": "Removed",
+                        "invert": False,
+                    },
+                    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+                ],
+            }
+        },
+    ],
+    ids=json.dumps,
+)
+def test_what_may_leave_bytes_out_has_no_longest_token(part: dict[str, Any]) -> None:
+    assert Tokenizer(tiny_json(lambda parsed: parsed.update(part))).longest_bytes() is None
+
+
+def test_longest_token_of_bytes(tiny_tokenizer: Tokenizer) -> None:
+    assert tiny_tokenizer.longest_bytes() == 1
+    nothing = {"normalizer": {"type": "Sequence", "normalizers": []}}
+    assert Tokenizer(tiny_json(lambda parsed: parsed.update(nothing))).longest_bytes() == 1
+
+
+def test_deepseek_longest_token(deepseek_tokenizer: Tokenizer) -> None:
+    longest = deepseek_tokenizer.longest_bytes()
+    assert longest == max(len(deepseek_tokenizer.token_bytes(token)) for token in range(128000))
+    text = " " * 1000
+    assert len(deepseek_tokenizer.encode(text)) * longest >= len(text)
+
+
 def test_deepseek_file_is_the_published_one(deepseek_source: str) -> None:
     digest = hashlib.sha256(deepseek_source.encode()).hexdigest()
     assert digest == "8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf"
