@@ -67,6 +67,7 @@ class Loading:
     ) -> tuple[Engine | HipEngine, dict[str, str]]:
         """``load`` with progress on stderr; ``stack`` closes the model, and warns of its notes."""
         self.check()
+        stack.enter_context(compile_notice(quiet=self.quiet))
         with load_progress(quiet=self.quiet) as report:
             engine, where = self.load(tokens, report, beside_bytes=beside_bytes, warm=warm)
         stack.enter_context(engine)
@@ -180,6 +181,31 @@ def load_progress(*, quiet: bool) -> Iterator[Progress]:
             known = done
 
         yield report
+
+
+@contextmanager
+def compile_notice(*, quiet: bool) -> Iterator[None]:
+    """Says on stderr, once, that kernels are compiled: for up to a minute nothing else moves."""
+    if quiet:
+        yield
+        return
+    from numba.core import event
+
+    class Told(event.Listener):
+        """Hears of each function that no cache on disk has."""
+
+        said = False
+
+        def on_start(self, event: object) -> None:
+            if not self.said:
+                self.said = True
+                say("compiling kernels: the first start on a machine takes longer")
+
+        def on_end(self, event: object) -> None:
+            """Nothing: how long it took shows."""
+
+    with event.install_listener("numba:compile", Told()):
+        yield
 
 
 def warn_of(notes: Sequence[str], first: int = 0) -> None:

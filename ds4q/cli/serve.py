@@ -16,7 +16,7 @@ import click
 
 from ds4q.artifact.errors import one_line
 from ds4q.cli.common import Size, say, talk_options
-from ds4q.cli.loading import ModelOptions, load_progress, model_options, warn_of
+from ds4q.cli.loading import ModelOptions, compile_notice, load_progress, model_options, warn_of
 
 if TYPE_CHECKING:
     from ds4q.cli.loading import Loading
@@ -312,7 +312,7 @@ class _Loaded:
         """The model; ``report`` hears how far it is, as does whoever reads stderr."""
         began = time.perf_counter()
         loading = self._loading
-        with load_progress(quiet=loading.quiet) as show:
+        with compile_notice(quiet=loading.quiet), load_progress(quiet=loading.quiet) as show:
 
             def both(done: int, total: int) -> None:
                 show(done, total)

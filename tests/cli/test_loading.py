@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from click.testing import CliRunner, Result
 
 from ds4q.cli import main
 from ds4q.cli.chat import PREFIX_CACHE_BYTES
+from ds4q.cli.loading import compile_notice
 from ds4q.hipkern.sim.control import Control
 from ds4q.registry.entries import local_registry_path
+from ds4q.runtime.engine import Engine
 from tests.registry.documents import document, entry
 
 ASK = ["-p", "hi", "--temp", "0", "--max-tokens", "3"]
@@ -160,6 +164,78 @@ def test_a_chat_computes_before_it_asks(tiny_artifact: Path, monkeypatch: Any) -
 @pytest.mark.parametrize("words", ["", "f64", "F16"])
 def test_no_other_type(tiny_artifact: Path, words: str) -> None:
     assert run(tiny_artifact, "--kv-type", words).exit_code == 2
+
+
+# ------------------------------------------------------------------ kernels
+
+KERNELS = """
+import numba
+
+@numba.njit(cache=True)
+def inner(x):
+    return x + 1
+
+@numba.njit(cache=True)
+def outer(x):
+    return inner(x) * 2
+"""
+NOTICE = "compiling kernels: the first start on a machine takes longer\n"
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Callable[[], Any]:
+    """Imports a module of kernels anew, as another process would."""
+    path = tmp_path / "kernels.py"
+    path.write_text(KERNELS)
+
+    def fresh() -> Any:
+        spec = importlib.util.spec_from_file_location("kernels", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return fresh
+
+
+def test_kernels_that_are_compiled_are_told_of_once(
+    kernels: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with compile_notice(quiet=False):
+        assert kernels().outer(1) == 4
+    assert capsys.readouterr() == ("", NOTICE)
+    with compile_notice(quiet=False):  # they are on disk now
+        assert kernels().outer(1) == 4
+        assert capsys.readouterr() == ("", "")
+        assert kernels().outer(1.5) == 5  # for another type they are not
+    assert capsys.readouterr() == ("", NOTICE)
+    assert kernels().outer(1j) == 2 + 2j
+    assert capsys.readouterr() == ("", "")
+
+
+def test_kernels_are_not_told_of_where_nothing_is_to_be_said(
+    kernels: Callable[[], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with compile_notice(quiet=True):
+        assert kernels().outer(1) == 4
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("options", [[], ["-q"]])
+def test_run_tells_of_kernels(
+    tiny_artifact: Path, kernels: Callable[[], Any], monkeypatch: Any, options: list[str]
+) -> None:
+    forward = Engine.forward
+
+    def compiling(self: Engine, *given: Any, **more: Any) -> Any:
+        kernels().outer(1)
+        return forward(self, *given, **more)
+
+    monkeypatch.setattr(Engine, "forward", compiling)
+    result = run(tiny_artifact, "--max-tokens", "3", *options)
+    assert result.exit_code == 0
+    assert result.stderr.count(NOTICE) == (0 if options else 1)
 
 
 # ------------------------------------------------------------------ encoding

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numba
 import pytest
 from click.testing import CliRunner
 
@@ -260,6 +261,20 @@ def test_an_automatic_expert_cache_leaves_room_for_all_that_is_served(
     assert asked == [(99, {"sequences": 3, "beside_bytes": 2_000_000, "warm": True})]
     assert result.exit_code == 1
     assert "seen enough" in result.stderr
+
+
+def test_kernels_that_are_compiled_are_told_of(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(self: Any, *given: Any, **room: Any) -> Any:
+        numba.njit(lambda x: x + 1)(1)
+        raise RunError("seen enough")
+
+    monkeypatch.setattr("ds4q.cli.loading.Loading.load", load)
+    for options, count in (([], 1), (["-q"], 0)):
+        result = CliRunner().invoke(main, ["serve", str(artifact), "--port", "0", *options])
+        assert "seen enough" in result.stderr
+        assert result.stderr.count("compiling kernels: the first start on a machine") == count
 
 
 def test_without_the_extra_it_says_what_to_install(
