@@ -47,8 +47,8 @@ class Terminated(KeyboardInterrupt):
 
 def say(text: str) -> None:
     """Write a line to stderr; a stderr that is gone or full is no reason to fail."""
-    with suppress(OSError):
-        click.echo(text, err=True)
+    with suppress(OSError):  # by its name: above a bar, if there is one
+        click.echo(text, file=sys.stderr)
 
 
 def warn(text: str) -> None:

@@ -243,6 +243,26 @@ def test_only_a_capable_terminal_gets_a_bar(
     assert ("[b]packing[/b]" in stderr.getvalue()) is redraws  # a label is text, not markup
 
 
+class Wrapped(io.TextIOWrapper):
+    """As the real one, with bytes beneath it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_said_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    beneath = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", Wrapped(beneath, "utf-8", write_through=True))
+    with common.progress("packing", 10, unit="rows"):
+        common.say("a word")
+    shown = beneath.getvalue().decode()
+    before, _, after = shown.partition("a word\n")
+    assert before.endswith("\r\x1b[2K")  # what stood in the line is gone
+    assert "packing" in before
+    assert "packing" in after
+
+
 def test_a_file_on_stderr_gets_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     with open(tmp_path / "log", "w+") as log:
