@@ -19,9 +19,11 @@ import httpx
 import numba
 import pytest
 from click.testing import CliRunner
+from pydantic import BaseModel
 
 from ds4q.cli import main
 from ds4q.runtime.errors import RunError
+from ds4q.runtime.serve.schema import ONLY, ChatRequest, CompletionRequest
 from tests.cli.test_run import write_artifact
 from tests.runtime.serve.served import metadata
 
@@ -191,6 +193,34 @@ def test_the_pages_examples_do_what_they_say(tiny: Process, command: str, shown:
     assert result.stdout.strip(), result.stderr
     if shown:
         assert steady(result.stdout) == steady(shown)
+
+
+def listed(head: str) -> list[tuple[list[str], str, str]]:
+    """Rows (fields, endpoint, notes) of the table with this head on the page of serving."""
+    table = PAGES[0].read_text("utf-8").partition(f"| field | of | {head} |\n|---|---|---|\n")[2]
+    rows = [line.strip("|").split("|", 2) for line in table.partition("\n\n")[0].splitlines()]
+    return [
+        ([name.partition(".")[0] for name in re.findall(r"`([\w.]+)`", names)], of.strip(), notes)
+        for names, of, notes in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "request_of"), [("chat", ChatRequest), ("completions", CompletionRequest)]
+)
+def test_the_page_lists_the_fields_of_each_endpoint(
+    endpoint: str, request_of: type[BaseModel]
+) -> None:
+    rows = listed("notes") + listed("value")
+    told = [name for names, of, _ in rows if of in (endpoint, "both") for name in names]
+    assert len(told) == len(set(told))
+    assert set(told) | {"model"} == set(request_of.model_fields)
+
+
+def test_the_page_lists_the_fields_with_one_value() -> None:
+    told = {name: value.strip(" `") for names, _, value in listed("value") for name in names}
+    assert told.pop("service_tier") == "auto` or `default"
+    assert told == ONLY
 
 
 def steady(output: str) -> str:
