@@ -228,6 +228,7 @@ class Live(Document):
     device: str | None
     kv_type: str | None
     max_context: int | None
+    default_max_tokens: int
     sampling: dict[str, float]
     efforts: list[str]
     running: int

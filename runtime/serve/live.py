@@ -41,6 +41,7 @@ def live(serving: Serving, about: Mapping[str, str], began: float, *, with_map: 
         "device": about.get("device"),
         "kv_type": about.get("kv_type"),
         "max_context": serving.max_context,
+        "default_max_tokens": serving.limits.default_max_tokens,
         "sampling": serving.sampling,
         "efforts": _efforts(serving),
         "running": stats.running if stats else 0,

@@ -10,7 +10,7 @@ FILES: Mapping[str, str] = {
     "page.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
     **dict.fromkeys(
-        ("page.js", "api.js", "chat.js", "heatmap.js", "live.js", "markdown.js"),
+        ("page.js", "api.js", "chat.js", "heatmap.js", "live.js", "markdown.js", "store.js"),
         "text/javascript; charset=utf-8",
     ),
 }

@@ -1,12 +1,16 @@
 // Owns talking to the server: the key, JSON, and streams of events. Knows no element but the key's.
 
+import { keep, recall } from "/page/store.js";
+
 const KEY = "ds4q.key";
 const PATIENCE_MS = 15000;
+const ENDED = "The answer was cut off: the connection ended.";
 
 export class ApiError extends Error {
-  constructor(message, status, retryAfter) {
+  // `refused`: the same request will never be answered. `retryAfter`: in so many seconds it may be.
+  constructor(message, { refused = false, retryAfter = null } = {}) {
     super(message);
-    this.status = status;
+    this.refused = refused;
     this.retryAfter = retryAfter;
   }
 }
@@ -24,7 +28,7 @@ function askKey(wrong) {
     field.value = "";
     dialog.addEventListener("cancel", (event) => event.preventDefault());
     dialog.addEventListener("close", () => {
-      sessionStorage.setItem(KEY, field.value);
+      keep("sessionStorage", KEY, field.value.trim());
       asking = null;
       resolve();
     }, { once: true });
@@ -34,6 +38,21 @@ function askKey(wrong) {
   return asking;
 }
 
+// Asks on where no header can hold what was given.
+document.getElementById("key-form").addEventListener("submit", (event) => {
+  try {
+    authorization(document.getElementById("key").value.trim());
+  } catch {
+    event.preventDefault();
+    document.getElementById("key-text").textContent = "That key was not accepted: it has a character that no key can have.";
+  }
+});
+
+// Throws for a key that no header can hold.
+function authorization(key) {
+  return new Headers(key ? { Authorization: `Bearer ${key}` } : {});
+}
+
 async function problem(response) {
   let message = `${response.status} ${response.statusText}`;
   try {
@@ -41,17 +60,20 @@ async function problem(response) {
   } catch {
     // What answered is no server of this kind; its status says all there is.
   }
-  return new ApiError(message, response.status, Number(response.headers.get("Retry-After")) || null);
+  const { status } = response;
+  const refused = status >= 400 && status < 500 && status !== 408 && status !== 429; // those two: not now
+  return new ApiError(message, { refused, retryAfter: Number(response.headers.get("Retry-After")) || null });
 }
 
 async function request(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY);
-    const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
+    const key = recall("sessionStorage", KEY);
+    const headers = authorization(key);
+    if (options.body) headers.set("Content-Type", "application/json");
     const response = await fetch(path, { ...options, headers, cache: "no-store" });
     if (response.status === 401) {
       // A key that came in meanwhile may be the right one.
-      if (sessionStorage.getItem(KEY) === key) await askKey(Boolean(key));
+      if (recall("sessionStorage", KEY) === key) await askKey(Boolean(key));
       continue;
     }
     return response;
@@ -69,18 +91,29 @@ export async function getJson(path) {
 export async function* complete(body, signal) {
   const response = await request("/v1/chat/completions", {
     method: "POST",
-    headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
     signal,
   });
   if (!response.ok) throw await problem(response);
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new ApiError(chunk.error.message, chunk.error.code ?? 500, null);
-    yield chunk;
+    yield chunkOf(data);
   }
-  throw new ApiError("The connection ended before the answer did.", 0, null);
+  throw new ApiError(ENDED);
+}
+
+function chunkOf(data) {
+  let chunk = null;
+  try {
+    chunk = JSON.parse(data);
+  } catch {
+    // Said below, as of anything else that is no chunk.
+  }
+  if (chunk?.error?.message) throw new ApiError(chunk.error.message);
+  if (!Array.isArray(chunk?.choices) || !chunk.choices.every((choice) => choice?.delta)) {
+    throw new ApiError("The server's answer is broken.");
+  }
+  return chunk;
 }
 
 // The data of each event; comments, which only keep the connection alive, are left out.
@@ -100,6 +133,8 @@ async function* events(stream) {
       }
       if (done) return;
     }
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ApiError(ENDED);
   } finally {
     reader.cancel().catch(() => {}); // nobody waits for the connection to be gone
   }

@@ -2,8 +2,10 @@
 
 import { ApiError, complete } from "/page/api.js";
 import { element, show } from "/page/markdown.js";
+import { keep, recall } from "/page/store.js";
 
 const STORE = "ds4q.conversation";
+const CUT = "The answer was cut off.";
 const NEAR_PX = 64;
 
 const log = document.getElementById("log");
@@ -11,18 +13,23 @@ const latest = document.getElementById("latest");
 const said = document.getElementById("said");
 
 export class Chat {
-  // `settings()` gives the fields of a request beside its messages; `busy(bool)` hears of answers.
-  constructor(settings, busy) {
+  // `settings()` gives the fields of a request beside its messages; `busy(bool)` hears of answers, and
+  // `refused(text)` of a question that the server does not take.
+  constructor(settings, busy, refused) {
     this.settings = settings;
     this.busy = busy;
+    this.refused = refused;
     this.messages = [];
     this.abort = null;
     this.following = true;
+    this.leaving = false;
     log.addEventListener("scroll", () => this.#scrolled(), { passive: true });
     log.addEventListener("toggle", () => this.#grown(), true);
     log.addEventListener("click", (event) => this.#clicked(event));
     latest.addEventListener("click", () => this.#follow());
-    for (const message of JSON.parse(sessionStorage.getItem(STORE) ?? "[]")) this.#add(message);
+    window.addEventListener("pagehide", () => this.#leave());
+    window.addEventListener("pageshow", () => { this.leaving = false; });
+    for (const message of remembered()) this.#add(message);
     this.#follow();
   }
 
@@ -44,6 +51,7 @@ export class Chat {
     this.messages = [];
     for (const turn of log.querySelectorAll(".turn")) turn.remove();
     this.#keep();
+    this.#follow();
   }
 
   // Asks again for the answer to the last question.
@@ -54,9 +62,7 @@ export class Chat {
 
   #add(message) {
     this.messages.push(message);
-    const turn = message.role === "user" ? question(message.content) : new Answer(message).turn;
-    log.append(turn);
-    return turn;
+    log.append(message.role === "user" ? question(message) : new Answer(message).turn);
   }
 
   #drop() {
@@ -66,17 +72,33 @@ export class Chat {
   }
 
   #keep() {
-    sessionStorage.setItem(STORE, JSON.stringify(this.messages));
+    keep("sessionStorage", STORE, this.messages);
+  }
+
+  // What fails from now on does so because the page is left.
+  #leave() {
+    this.leaving = true;
+    if (this.answering) this.#keep();
+  }
+
+  // What the server refused is shown, and never sent again.
+  #refuse() {
+    const asked = this.messages.at(-2);
+    asked.unsent = true;
+    [...log.querySelectorAll(".question")].at(-1).replaceWith(question(asked));
+    this.refused(asked.content);
   }
 
   async #answer() {
-    const sent = this.messages.filter((message) => message.content).map(({ role, content }) => ({ role, content }));
+    const sent = this.messages.filter(({ content, unsent }) => content && !unsent)
+      .map(({ role, content }) => ({ role, content }));
     const { system, ...fields } = this.settings();
     if (system) sent.unshift({ role: "system", content: system });
     const message = { role: "assistant", content: "", reasoning: "" };
     const answer = new Answer(message);
     this.messages.push(message);
     log.append(answer.turn);
+    this.#keep();
     this.abort = new AbortController();
     this.busy(true);
     log.setAttribute("aria-busy", "true");
@@ -88,7 +110,8 @@ export class Chat {
       }
       said.textContent = "The answer is complete.";
     } catch (error) {
-      answer.fail(error);
+      answer.fail(this.leaving ? new ApiError(CUT) : error);
+      if (message.refused && this.messages.at(-1) === message) this.#refuse();
       said.textContent = error.name === "AbortError" ? "Stopped." : "The answer failed.";
     } finally {
       this.abort = null;
@@ -123,9 +146,9 @@ export class Chat {
     if (!button.dataset.copies) return;
     const source = button.dataset.copies === "code" ? button.closest(".code").querySelector("code") : null;
     const text = source ? source.textContent : this.messages[turnNumber(button)].content;
-    await navigator.clipboard.writeText(text);
-    button.textContent = "Copied";
-    said.textContent = "Copied.";
+    const done = await copied(text);
+    button.textContent = done ? "Copied" : "Not copied";
+    said.textContent = done ? "Copied." : "The browser did not copy it: select the text instead.";
     setTimeout(() => { button.textContent = "Copy"; }, 1500);
   }
 }
@@ -134,9 +157,37 @@ function turnNumber(inside) {
   return [...log.querySelectorAll(".turn")].indexOf(inside.closest(".turn"));
 }
 
-function question(text) {
-  const turn = element("article", "turn question");
-  turn.append(element("h3", "unseen", "You"), element("p", "bubble", text));
+// The conversation before the page was loaded; an answer that was not complete then never will be.
+function remembered() {
+  const found = recall("sessionStorage", STORE);
+  const messages = Array.isArray(found) ? found.filter((each) => typeof each?.content === "string") : [];
+  return messages.map((each) => (each.role === "user" || each.ended ? each : { ...each, ended: true, problem: CUT }));
+}
+
+// Whether the browser copied a text. It has no clipboard for a page of another machine without TLS.
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const focused = document.activeElement;
+    const area = element("textarea", "unseen");
+    area.value = text;
+    area.readOnly = true; // a phone shows no keyboard for it
+    document.body.append(area);
+    area.focus({ preventScroll: true });
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    focused.focus({ preventScroll: true });
+    return done;
+  }
+}
+
+function question({ content, unsent }) {
+  const turn = element("article", unsent ? "turn question unsent" : "turn question");
+  turn.append(element("h3", "unseen", "You"), element("p", "bubble", content));
+  if (unsent) turn.append(element("p", "soft", "Not sent"));
   return turn;
 }
 
@@ -190,6 +241,7 @@ class Answer {
       this.message.reason = "stopped";
       return;
     }
+    this.message.refused = error instanceof ApiError && error.refused;
     const wait = error instanceof ApiError && error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
     this.message.problem = (error instanceof ApiError ? error.message : `No answer from the server: ${error.message}`) + wait;
   }
@@ -216,10 +268,10 @@ class Answer {
   }
 
   #close() {
-    const { reasoning, problem, reason, figures, thought } = this.message;
+    const { content, reasoning, problem, reason, refused, figures, thought } = this.message;
     this.waiting.hidden = true;
     this.thoughts.classList.remove("live");
-    if (reasoning) this.summary.textContent = `Thought for ${seconds(thought)}`;
+    if (reasoning && thought !== undefined) this.summary.textContent = `Thought for ${seconds(thought)}`;
     if (problem) {
       const alert = element("p", "problem", problem);
       alert.setAttribute("role", "alert");
@@ -228,12 +280,14 @@ class Answer {
     const copy = element("button", "quiet small", "Copy");
     copy.type = "button";
     copy.dataset.copies = "answer";
-    copy.hidden = !this.message.content;
+    copy.hidden = !content;
     const again = element("button", "quiet small", problem ? "Try again" : "Again");
     again.type = "button";
     again.dataset.does = "again";
+    again.hidden = Boolean(refused);
     const notes = { length: "Cut at the most tokens allowed.", stopped: "Stopped." };
-    this.foot.replaceChildren(copy, again, element("span", "", [notes[reason], figures].filter(Boolean).join(" ")));
+    const none = content || problem ? "" : reasoning ? "Only thoughts, no answer." : "No answer.";
+    this.foot.replaceChildren(copy, again, element("span", "", [none, notes[reason], figures].filter(Boolean).join(" ")));
   }
 
   #figures() {

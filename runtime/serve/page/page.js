@@ -2,6 +2,7 @@
 
 import { Chat } from "/page/chat.js";
 import { bytes, Live } from "/page/live.js";
+import { keep, recall } from "/page/store.js";
 
 const SETTINGS = "ds4q.settings";
 const PANELS = "ds4q.live";
@@ -11,13 +12,34 @@ const EFFORTS = { low: "Low effort", high: "High effort", max: "Highest effort" 
 
 const at = (id) => document.getElementById(id);
 const own = { temperature: 1, top_p: 1 }; // until the server says what the model's are
-const kept = JSON.parse(localStorage.getItem(SETTINGS) ?? "{}");
+let kept = recalled();
 let facts = null;
 
 // ---------------------------------------------------------------- settings
 
+// What the browser keeps, without what a field would not take.
+function recalled() {
+  const found = recall("localStorage", SETTINGS) ?? {};
+  const taken = ([id, value]) => {
+    if (!FIELDS.includes(id)) return id === "thinking" ? typeof value === "boolean" : id === "effort";
+    const field = at(id).cloneNode();
+    field.value = value;
+    return field.validity.valid && field.value === value;
+  };
+  return Object.fromEntries(Object.entries(found).filter(taken));
+}
+
+// Changes these and leaves the others as they are, which another tab may have changed.
+function remember(changes) {
+  kept = { ...recalled(), ...changes };
+  keep("localStorage", SETTINGS, kept);
+}
+
 function fill() {
-  for (const id of FIELDS) at(id).value = kept[id] ?? own[id] ?? "";
+  for (const id of FIELDS) {
+    at(id).value = kept[id] ?? own[id] ?? "";
+    judge(at(id));
+  }
   at("thinking").checked = kept.thinking ?? true;
   for (const output of document.querySelectorAll("#settings output")) {
     output.value = Number(at(output.htmlFor.value).value).toFixed(2);
@@ -34,9 +56,22 @@ function efforts() {
   if (known.length) at("effort").value = known.includes(kept.effort) ? kept.effort : known[0];
 }
 
-function remember() {
-  localStorage.setItem(SETTINGS, JSON.stringify(kept));
-  fill();
+// Says of a number that it is none to use.
+function judge(field) {
+  if (field.type !== "number") return;
+  const { valid } = field.validity;
+  field.setAttribute("aria-invalid", String(!valid));
+  at(`${field.id}-wrong`).textContent = valid
+    ? ""
+    : `Not used: only whole numbers from ${field.min} to 2⁵³ − 1 are. Still ${kept[field.id] ?? "the default"}.`;
+}
+
+// A number is taken once it is whole: what its first digits say was never meant.
+function take({ type, target }) {
+  judge(target);
+  for (const output of target.labels[0].querySelectorAll("output")) output.value = Number(target.value).toFixed(2);
+  if (!target.validity.valid || (type === "input" && target.type === "number")) return;
+  remember({ [target.id]: target.value === "" ? undefined : target.value });
 }
 
 function settings() {
@@ -49,29 +84,28 @@ function settings() {
   return fields;
 }
 
-at("settings").addEventListener("input", (event) => {
-  if (!event.target.checkValidity()) return;
-  if (event.target.value === "") delete kept[event.target.id];
-  else kept[event.target.id] = event.target.value;
-  localStorage.setItem(SETTINGS, JSON.stringify(kept));
-  for (const output of event.target.labels[0].querySelectorAll("output")) output.value = Number(event.target.value).toFixed(2);
-});
+at("settings").addEventListener("input", take);
+at("settings").addEventListener("change", take);
 at("settings").addEventListener("reset", (event) => {
   event.preventDefault();
-  for (const id of FIELDS) delete kept[id];
-  remember();
+  remember(Object.fromEntries(FIELDS.map((id) => [id, undefined])));
+  fill();
+});
+window.addEventListener("storage", (event) => {
+  if (event.key !== SETTINGS) return;
+  kept = recalled();
+  fill();
 });
 at("settings").addEventListener("submit", (event) => {
   event.preventDefault();
   panel("settings", "tune", false);
 });
 at("thinking").addEventListener("change", () => {
-  kept.thinking = at("thinking").checked;
-  remember();
+  remember({ thinking: at("thinking").checked });
+  efforts();
 });
 at("effort").addEventListener("change", () => {
-  kept.effort = at("effort").value;
-  remember();
+  remember({ effort: at("effort").value });
 });
 
 // ---------------------------------------------------------------- panels
@@ -83,21 +117,23 @@ function panel(id, button, open) {
 
 at("tune").addEventListener("click", () => {
   panel("settings", "tune", at("settings").hidden);
-  if (!at("settings").hidden) at("system").focus();
+  if (at("settings").hidden) return;
+  fill();
+  at("system").focus();
 });
 at("tuned").addEventListener("click", () => {
+  at("tune").focus(); // first: what is being written is taken when its field is left
   panel("settings", "tune", false);
-  at("tune").focus();
 });
 at("watch").addEventListener("click", () => {
   panel("live", "watch", at("live").hidden);
   document.body.classList.toggle("watching", !at("live").hidden);
-  if (!NARROW.matches) localStorage.setItem(PANELS, at("live").hidden ? "closed" : "open");
+  if (!NARROW.matches) keep("localStorage", PANELS, at("live").hidden ? "closed" : "open");
   if (!at("live").hidden) live.opened();
 });
 
 function room() {
-  const open = !NARROW.matches && localStorage.getItem(PANELS) !== "closed";
+  const open = !NARROW.matches && recall("localStorage", PANELS) !== "closed";
   panel("live", "watch", open);
   document.body.classList.toggle("watching", open);
 }
@@ -111,6 +147,10 @@ const chat = new Chat(settings, (busy) => {
   at("stop").hidden = !busy;
   if (!busy && !NARROW.matches && document.activeElement === document.body) ask.focus();
   ready();
+}, (text) => {
+  if (ask.value.trim()) return;
+  ask.value = text;
+  grow();
 });
 
 function ready() {
@@ -120,7 +160,7 @@ function ready() {
 function submit() {
   ready();
   if (at("send").disabled) return;
-  chat.ask(ask.value.trim());
+  chat.ask(ask.value.trimEnd());
   ask.value = "";
   grow();
 }
@@ -189,6 +229,8 @@ function changed(found) {
     }
     const context = found.max_context ? `Context of ${found.max_context.toLocaleString()} tokens` : "";
     at("about").textContent = [context, found.device && `on ${found.device === "cpu" ? "the CPU" : found.device}`].filter(Boolean).join(" ");
+    const most = Math.min(found.default_max_tokens, found.max_context ?? Infinity);
+    at("max_tokens").placeholder = `${most.toLocaleString()}, or what fits`;
     if (at("settings").hidden) fill();
     else efforts();
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -74,3 +74,31 @@ def opened(
         assert wrong == []
     finally:
         context.close()
+
+
+def ask(page: Page, text: str = "hi") -> None:
+    page.get_by_role("textbox", name="Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def ended(page: Page) -> None:
+    """Return when no answer is under way."""
+    page.get_by_role("button", name="Send", exact=True).wait_for()
+
+
+def thinking(page: Page, on: bool) -> None:
+    page.get_by_role("checkbox", name="Think first").set_checked(on)
+
+
+def answer(page: Page) -> str:
+    return page.locator(".answer .prose").last.inner_text()
+
+
+def sent(page: Page, act: Callable[[], None]) -> dict[str, Any]:
+    """The body of the question that ``act`` asks."""
+    with page.expect_request("**/v1/chat/completions") as request:
+        act()
+    body = request.value.post_data_json
+    ended(page)
+    assert isinstance(body, dict)
+    return body

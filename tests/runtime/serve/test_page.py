@@ -15,7 +15,16 @@ from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import LogitsError
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.serve import page as files
-from tests.runtime.serve.browsing import PHONE, browsing, opened
+from tests.runtime.serve.browsing import (
+    PHONE,
+    answer,
+    ask,
+    browsing,
+    ended,
+    opened,
+    sent,
+    thinking,
+)
 from tests.runtime.serve.scripted import ScriptedEngine
 from tests.runtime.serve.served import Served, serving
 
@@ -39,39 +48,11 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
         yield made
 
 
-def ask(page: Page, text: str = "hi") -> None:
-    page.get_by_role("textbox", name="Message").fill(text)
-    page.keyboard.press("Enter")
-
-
-def ended(page: Page) -> None:
-    """Return when no answer is under way."""
-    page.get_by_role("button", name="Send", exact=True).wait_for()
-
-
-def thinking(page: Page, on: bool) -> None:
-    page.get_by_role("checkbox", name="Think first").set_checked(on)
-
-
-def answer(page: Page) -> str:
-    return page.locator(".answer .prose").last.inner_text()
-
-
 def until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not true():
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
-
-
-def sent(page: Page, act: Callable[[], None]) -> dict[str, Any]:
-    """The body of the question that ``act`` asks."""
-    with page.expect_request("**/v1/chat/completions") as request:
-        act()
-    body = request.value.post_data_json
-    ended(page)
-    assert isinstance(body, dict)
-    return body
 
 
 # ------------------------------------------------------------------ files
@@ -421,10 +402,13 @@ def test_the_key_is_asked_for_until_it_is_right(browser: Browser) -> None:
     ):
         locked.script("</think>open")
         field = page.get_by_label("API key")
+        field.fill("geheim…")  # which a header cannot hold
+        page.keyboard.press("Enter")
+        page.get_by_text("a character that no key can have").wait_for()
         field.fill("wrong")
         page.keyboard.press("Enter")
         page.get_by_text("That key was not accepted.").wait_for()
-        field.fill("sesame")
+        field.fill(" sesame ")
         page.keyboard.press("Enter")
         page.locator('#state[data-state="ready"]').wait_for()
         ask(page)
