@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -17,20 +17,17 @@ from starlette.requests import ClientDisconnect
 from ds4q.artifact.errors import Ds4qError, one_line
 from ds4q.quantize.encoding import Encoding
 from ds4q.runtime.serve import chat_api, completions, documents, openapi, page
+from ds4q.runtime.serve.beside import Beside
+from ds4q.runtime.serve.follow import ClientLeftError, too_late, while_connected
 from ds4q.runtime.serve.guard import Guard
 from ds4q.runtime.serve.limits import Limits
 from ds4q.runtime.serve.live import live
 from ds4q.runtime.serve.metrics import CLIENT_CLOSED_REQUEST, MEDIA_TYPE, outcome_of
 from ds4q.runtime.serve.refusal import Refusal, cut
-from ds4q.runtime.serve.respond import (
-    JsonResponse,
-    Object,
-    refused,
-    respond,
-)
-from ds4q.runtime.serve.schema import ChatRequest, CompletionRequest
+from ds4q.runtime.serve.respond import Form, JsonResponse, Object, refused, respond
+from ds4q.runtime.serve.schema import ChatRequest, CompletionRequest, Generation
 from ds4q.runtime.serve.service import Service
-from ds4q.runtime.serve.serving import LOADING_RETRY_S, Serving
+from ds4q.runtime.serve.serving import LOADING_RETRY_S, Plan, Serving
 from ds4q.runtime.text.tokenizer import Tokenizer
 
 DESCRIPTION = (
@@ -38,10 +35,12 @@ DESCRIPTION = (
     "field whose value is null counts as absent."
 )
 VERSION = "1"  # of the paths and their JSON
+READ_AT_ONCE = 2  # requests: a long one takes a gigabyte while it becomes tokens
 
 log = logging.getLogger("ds4q.serve")
 
 M = TypeVar("M", bound=BaseModel)
+Asked = tuple[Generation, Plan, Form]
 
 
 def make_app(
@@ -217,6 +216,7 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_generation(app: FastAPI, serving: Serving) -> None:
+    beside = Beside(READ_AT_ONCE)
     statuses = (400, 401, 403, 404, 408, 413, 500, 503, 504)
 
     @app.post(
@@ -232,12 +232,13 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
         },
     )
     async def chat(request: Request) -> Response:
-        body = await _body(request)
-        asked = _request(ChatRequest, body)
-        plan = await asyncio.to_thread(chat_api.plan_chat, serving, asked, body)
-        return await _respond(
-            request, asked, plan, chat_api.ChatForm(asked, serving.model_name, serving.tokenizer)
-        )
+        def read(raw: bytes) -> Asked:
+            body = _json(raw)
+            asked = _request(ChatRequest, body)
+            plan = chat_api.plan_chat(serving, asked, body)
+            return asked, plan, chat_api.ChatForm(asked, serving.model_name, serving.tokenizer)
+
+        return await answer(request, chat_api.ENDPOINT, read)
 
     @app.post(
         completions.ENDPOINT,
@@ -252,30 +253,42 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
         },
     )
     async def complete(request: Request) -> Response:
-        asked = _request(CompletionRequest, await _body(request))
-        plan = await asyncio.to_thread(completions.plan_completion, serving, asked)
-        return await _respond(
-            request,
-            asked,
-            plan,
-            completions.CompletionForm(asked, serving.model_name, serving.tokenizer),
-        )
+        def read(raw: bytes) -> Asked:
+            asked = _request(CompletionRequest, _json(raw))
+            plan = completions.plan_completion(serving, asked)
+            form = completions.CompletionForm(asked, serving.model_name, serving.tokenizer)
+            return asked, plan, form
 
-    async def _respond(request: Request, asked: Any, plan: Any, form: Any) -> Response:
-        follower = serving.follow(asked, plan)
+        return await answer(request, completions.ENDPOINT, read)
+
+    async def answer(request: Request, endpoint: str, read: Callable[[bytes], Asked]) -> Response:
+        began, limit_s = time.monotonic(), serving.limits.request_s
+        try:
+            raw = await request.body()
+            async with asyncio.timeout(limit_s):
+                reading = beside.run(lambda: read(raw))
+                asked, plan, form = await while_connected(request.receive, reading)
+        except TimeoutError:
+            assert limit_s is not None
+            raise too_late(limit_s) from None
+        except (ClientDisconnect, ClientLeftError):
+            serving.metrics.count(endpoint, "cancelled")
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        follower = serving.follow(asked, plan, began)
         return await respond(request, follower, form, serving.metrics, stream=asked.stream)
 
 
-async def _body(request: Request) -> Any:
+def _json(raw: bytes) -> Any:
     """The JSON of a request; strict UTF-8, no NaN, and bounded depth."""
-    try:
-        raw = await request.body()
-    except ClientDisconnect:
-        raise Refusal(CLIENT_CLOSED_REQUEST, "the client has left") from None
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise Refusal(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        words = str(error)
+        if "hex escape" in words:
+            words += "; a \\u escape is cut short, or is half of a surrogate pair"
+        raise Refusal(
+            400, f"the body cannot be read as JSON: {words}", code="invalid_json"
+        ) from None
 
 
 def _request(model: type[M], body: Any) -> M:

@@ -70,6 +70,11 @@ async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
+def too_late(limit_s: float) -> Refusal:
+    """The refusal of a request that took all the time that one may take."""
+    return Refusal(504, f"no end of the answer within {limit_s:g} s", code="timeout")
+
+
 def _log_failure(error: Ds4qError) -> None:
     """One line for a rule that was broken, a damaged file say; where it came from, of a bug."""
     if isinstance(error, EngineError):  # what no rule foresaw
@@ -103,6 +108,7 @@ class Follower:
     transcript : takes the tokens; holds the counts of the answer
     keep_alive_s : ``pieces`` yields ``Waiting`` after so long without anything else
     limit_s : most seconds in all; None: no limit
+    began : when the request came, on the clock of ``time.monotonic``
 
     Attributes
     ----------
@@ -119,6 +125,7 @@ class Follower:
         *,
         keep_alive_s: float,
         limit_s: float | None,
+        began: float,
     ) -> None:
         self.job = job
         self.transcript = transcript
@@ -126,7 +133,7 @@ class Follower:
         self.first_token_s: float | None = None
         self._keep_alive_s = keep_alive_s
         self._limit_s = limit_s
-        self._began = time.monotonic()
+        self._began = began
         self._told = self._began
         self._last_token_s = 0.0
         self._prefilled = 0
@@ -191,7 +198,7 @@ class Follower:
             await self._woken.wait()
         now = time.monotonic()
         if self._limit_s is not None and now - self._began >= self._limit_s:
-            raise Refusal(504, f"no end of the answer within {self._limit_s:g} s", code="timeout")
+            raise too_late(self._limit_s)
         if not self._events:
             self._told = now
 

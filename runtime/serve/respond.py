@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
@@ -16,14 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ds4q.runtime.serve.alarm import Alarm
 from ds4q.runtime.serve.follow import ClientLeftError, Follower, Waiting, while_connected
 from ds4q.runtime.serve.metrics import CLIENT_CLOSED_REQUEST, Metrics, outcome_of
 from ds4q.runtime.serve.refusal import Refusal
 from ds4q.runtime.serve.serving import usage
 from ds4q.runtime.serve.transcript import Piece
-
-STALLED_READER_S = 60.0
 
 Item = Piece | Waiting
 Object = dict[str, Any]
@@ -153,7 +149,6 @@ class _EventStream(Response):
         self._follower = follower
         self._form = form
         self._ending = ending
-        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outcome = "failed"
@@ -166,7 +161,7 @@ class _EventStream(Response):
                 }
             )
             outcome = await while_connected(receive, self._write(send))
-        except (ClientLeftError, TimeoutError, asyncio.CancelledError) as error:
+        except (ClientLeftError, asyncio.CancelledError) as error:
             outcome = "cancelled"
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -174,23 +169,10 @@ class _EventStream(Response):
             self._ending.reach(outcome)
 
     async def _write(self, send: Send) -> str:
-        """Send all there is; how the answer ended.
+        """Send all there is; how the answer ended."""
 
-        Raises ``TimeoutError`` where the client does not read.
-        """
-        async with asyncio.timeout(None) as patience:
-            stalled = Alarm(self._left_s, lambda: patience.reschedule(0))
-            stalled.start()
-            try:
-                return await self._write_all(send)
-            finally:
-                stalled.stop()
-
-    async def _write_all(self, send: Send) -> str:
         async def put(data: bytes, *, more: bool = True) -> None:
-            self._sending_since = time.monotonic()
             await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._sending_since = None
 
         opening = self._form.opening()
         data = b"" if opening is None else _event(opening)
@@ -212,11 +194,6 @@ class _EventStream(Response):
             data += _event(counts)
         await put(data + b"data: [DONE]\n\n", more=False)
         return reason or "failed"
-
-    def _left_s(self) -> float:
-        """Seconds that the client may take for what is being sent."""
-        since = self._sending_since
-        return STALLED_READER_S - (0.0 if since is None else time.monotonic() - since)
 
     async def _items(self) -> AsyncIterator[Item]:
         yield self._first

@@ -6,16 +6,17 @@ is refused by name; one whose value is null counts as absent, since client libra
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
-    JsonValue,
     Tag,
     model_validator,
 )
@@ -24,6 +25,7 @@ MOST_ALTERNATIVES = 20
 MOST_LEGACY_ALTERNATIVES = 5
 MOST_STOPS = 16
 SEED_LIMIT = 1 << 63
+MOST_IDS = 1 << 20  # of a prompt: DeepSeek-V4 has no position beyond
 TOKEN_LIMIT = 1 << 63  # of any vocabulary; what is beyond it is no id
 NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,64}$"
 
@@ -35,6 +37,13 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def _whole_each(values: Any) -> Any:
+    """As ``_whole``, for each of a list, most of which are integers already."""
+    if isinstance(values, list) and any(type(each) is float for each in values):
+        return [_whole(each) for each in values]
+    return values
+
+
 def _boolean(value: Any) -> Any:
     """In Python 1 and 0.0 are among the values ``True`` and ``False``; in JSON they are not."""
     if type(value) is not bool:
@@ -42,10 +51,23 @@ def _boolean(value: Any) -> Any:
     return value
 
 
+def _json(value: Any) -> Any:
+    """JSON has no number for infinity, which 1e400 is read as."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError("holds a number that is too large") from None
+    return value
+
+
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Seed = Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT), BeforeValidator(_whole)]
 TokenId = Annotated[int, Field(ge=0, lt=TOKEN_LIMIT), BeforeValidator(_whole)]
 Stop = Annotated[str, Field(min_length=1)]
+
+# A list with a million faults would take minutes and gigabytes to tell them all; one is told.
+First = Field(fail_fast=True)
+
 OnlyTrue = Annotated[Literal[True], BeforeValidator(_boolean)]
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_boolean)]
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -57,9 +79,14 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: each for key, each in value.items() if each is not None}
-        return value
+        """Leave out what is null, and all but one of the fields that there are not: one is told."""
+        if not isinstance(value, dict):
+            return value
+        given = {key: each for key, each in value.items() if each is not None}
+        unknown = [key for key in given if key not in cls.model_fields]
+        for key in unknown[1:]:
+            del given[key]
+        return given
 
 
 def _by_type(value: Any) -> str:
@@ -83,11 +110,11 @@ class ResultPart(BaseModel):
 
 
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], First, Tag("<parts>")],
     Discriminator(_by_type),
 ]
 ResultContent = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ResultPart], Tag("<parts>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[ResultPart], First, Tag("<parts>")],
     Discriminator(_by_type),
 ]
 
@@ -128,7 +155,7 @@ class AssistantMessage(_Strict):
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallInput] | None = None
+    tool_calls: Annotated[list[ToolCallInput], First] | None = None
     prefix: bool | None = None
 
     @model_validator(mode="after")
@@ -169,7 +196,7 @@ class Function(_Strict):
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_json)] | None = None
     strict: OnlyFalse | None = None
 
 
@@ -229,7 +256,7 @@ class Generation(_Strict):
     stop: (
         Annotated[
             Annotated[Stop, Tag("<text>")]
-            | Annotated[list[Stop], Field(max_length=MOST_STOPS), Tag("<parts>")],
+            | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True), Tag("<parts>")],
             Discriminator(_by_type),
         ]
         | None
@@ -237,7 +264,7 @@ class Generation(_Strict):
     n: Annotated[int, Field(ge=1, le=1), BeforeValidator(_whole)] = 1
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     user: str | None = Field(None, description="A label of the caller's; it changes nothing.")
     return_token_ids: bool = Field(False, description="Also tell the ids of the answer's tokens.")
 
@@ -263,7 +290,7 @@ class Generation(_Strict):
 class ChatRequest(Generation):
     """A request to ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: (
@@ -272,7 +299,7 @@ class ChatRequest(Generation):
     thinking: Thinking | None = None
     reasoning_effort: Effort | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], First] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: OnlyTrue | None = None
     store: OnlyFalse | None = None
@@ -303,7 +330,11 @@ def _by_first(value: Any) -> str:
     return "<ids>" if isinstance(value, list) else "<text>"
 
 
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[
+    list[Annotated[int, Field(ge=0, lt=TOKEN_LIMIT)]],
+    Field(min_length=1, max_length=MOST_IDS, fail_fast=True),
+    BeforeValidator(_whole_each),
+]
 
 
 class CompletionRequest(Generation):
@@ -323,7 +354,7 @@ class CompletionRequest(Generation):
                     Discriminator(_by_first),
                 ]
             ],
-            Field(min_length=1, max_length=1),
+            Field(min_length=1, max_length=1, fail_fast=True),
             Tag("<list>"),
         ],
         Discriminator(_by_prompt),

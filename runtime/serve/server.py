@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
+import time
 from types import FrameType
 
 import uvicorn
@@ -15,6 +17,7 @@ from ds4q.runtime.serve.wire import Protocol
 
 DRAIN_S = 30.0
 AFTER_DRAIN_S = 5.0  # that clients have to read what their cancelled requests are answered with
+SWEEP_S = 0.5
 KEEP_ALIVE_S = 65.0  # longer than common proxies keep an idle connection
 
 log = logging.getLogger("ds4q.serve")
@@ -64,6 +67,19 @@ class Server(uvicorn.Server):
             self.force_exit = True
         super().handle_exit(sig, frame)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and look after connections to the end."""
+        await super().startup(sockets)
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            for connection in list(self.server_state.connections):
+                assert isinstance(connection, Protocol)
+                connection.drop_if_stuck(now)
+
     async def on_tick(self, counter: int) -> bool:
         """End as well where there is nothing to serve."""
         return await super().on_tick(counter) or self._service.state == "failed"
@@ -79,3 +95,4 @@ class Server(uvicorn.Server):
         drain = threading.Thread(target=self._service.drain, args=(DRAIN_S,), daemon=True)
         drain.start()
         await super().shutdown(sockets)
+        self._sweeping.cancel()

@@ -139,8 +139,8 @@ class Serving:
             top_logprobs=top_logprobs,
         )
 
-    def follow(self, request: Generation, plan: Plan) -> Follower:
-        """Queue a job; what comes of it is read with the returned follower.
+    def follow(self, request: Generation, plan: Plan, began: float) -> Follower:
+        """Queue a job of a request that came at ``began``; what comes of it the follower tells.
 
         Raises ``Refusal`` where it cannot be queued.
         """
@@ -161,6 +161,7 @@ class Serving:
                 transcript,
                 keep_alive_s=self.limits.keep_alive_s,
                 limit_s=self.limits.request_s,
+                began=began,
             )
         except RunError as error:
             raise Refusal.of(error) from error

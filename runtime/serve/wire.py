@@ -1,6 +1,7 @@
-"""Owns what a server does with bytes that are no request, or too slow to become one. No paths.
+"""Owns what a server does with connections that are no use: bytes that are no request, or too slow
+to become one, and clients that do not read. No paths.
 
-uvicorn answers the first in plain text, and waits for the second for ever.
+uvicorn answers the first in plain text, and waits for the others for ever.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ds4q.runtime.serve.refusal import Refusal
 from ds4q.runtime.serve.respond import json_bytes
 
+STALLED_READER_S = 60.0  # without any progress, while the connection is open
+FLUSH_S = 5.0  # the same, once it is being closed
 HEAD_S = 30.0  # from the first byte of a request, or the connection's start, to the head's end
 
 
@@ -24,6 +27,22 @@ class Protocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
+        self._stuck_since: float | None = None
+
+    def drop_if_stuck(self, now: float) -> None:
+        """End the connection where its client has stopped reading; asked for now and then.
+
+        Nothing is written while a transport is full or is being closed, so that what is unsent gets
+        less, or nobody reads.
+        """
+        closing, unsent = self.transport.is_closing(), self.transport.get_write_buffer_size()
+        waits = closing or self.flow.write_paused
+        if not waits or self._stuck_since is None or unsent < self._unsent_bytes:
+            self._stuck_since = now if waits else None
+        elif now - self._stuck_since >= (FLUSH_S if closing else STALLED_READER_S):
+            self.transport.abort()
+        self._unsent_bytes = unsent
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

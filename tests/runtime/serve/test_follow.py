@@ -60,7 +60,15 @@ def follower(told: Told, *, keep_alive_s: float = 10, limit_s: float | None = No
     tokenizer = Tokenizer.from_metadata(metadata())
     assert tokenizer is not None
     transcript = Transcript(tokenizer, stop_ids=JOB.stop_ids)
-    return Follower(told, told.mailbox, JOB, transcript, keep_alive_s=keep_alive_s, limit_s=limit_s)
+    return Follower(
+        told,
+        told.mailbox,
+        JOB,
+        transcript,
+        keep_alive_s=keep_alive_s,
+        limit_s=limit_s,
+        began=follow.time.monotonic(),
+    )
 
 
 class Clock:

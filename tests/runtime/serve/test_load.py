@@ -198,9 +198,10 @@ def test_an_answer_that_takes_too_long_is_given_up() -> None:
 
 def test_a_client_that_does_not_read_is_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log probabilities make an answer of hundreds of kilobytes, more than these sockets hold."""
-    monkeypatch.setattr("ds4q.runtime.serve.respond.STALLED_READER_S", 0.1)
-    with serving(ScriptedEngine(default=b"abc " * 100)) as served:
-        raw = json.dumps(body(stream=True, logprobs=True, top_logprobs=20, max_tokens=300))
+    monkeypatch.setattr("ds4q.runtime.serve.wire.STALLED_READER_S", 0.1)
+    with serving(ScriptedEngine(default=b"abc " * 900)) as served:
+        served.engine.delay_s = 0.001  # so that there is more to say when it notices
+        raw = json.dumps(body(stream=True, logprobs=True, top_logprobs=20, max_tokens=3500))
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
         served.listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # as accepted ones
         with socket.socket() as connection:
