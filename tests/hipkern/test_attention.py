@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from ds4q.hipkern.kernels import KV_TYPES
+from ds4q.runtime.kvtable import Held, Table
 from ds4q.runtime.kvtype import STORED, KvType, narrow, widen
 from ds4q.runtime.model import attention
 from tests.hipkern.dense import F32, F64, Rig, U, check_same, check_within, open_rig, turns
@@ -173,9 +174,10 @@ def _cpu(case: Case) -> F32:
     out = np.empty_like(case.q)
     chosen = np.empty((tokens, 0), np.int64) if case.chosen is None else case.chosen.astype(int)
     units = tokens * -(-heads // 16)
+    positions, owners = np.arange(case.first, case.first + tokens), np.zeros(tokens, np.int64)
     attention.attend_reference(
-        case.q, case.sink, case.window, case.reach, case.entries, chosen, case.counts(), cos, sin,
-        case.first, EPS, out, 0, units,
+        case.q, case.sink, Table([Held(case.window)]), case.reach, Table([Held(case.entries)]),
+        chosen, case.counts(), cos, sin, positions, owners, EPS, out, 0, units,
     )  # fmt: skip
     return out
 

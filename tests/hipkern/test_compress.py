@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ds4q.hipkern.kernels import KV_TYPES
+from ds4q.runtime.kvtable import Held, Table
 from ds4q.runtime.kvtype import STORED, KvType, narrow, widen
 from ds4q.runtime.model import attention, compressor
 from ds4q.runtime.model.norm import rms_norm_reference
@@ -198,11 +199,8 @@ def test_queries_and_window_rows(rig: Rig) -> None:
     cos, sin = turns(0, 20, PAIRS)
     rows = _turned(*_normed(kv, np.zeros_like(kv), inputs.weights["kv_norm"]), cos, sin)
     check_within(left.window, rows[0][-REACH:], rows[1][-REACH:])
-    ring = np.zeros((31, D), np.float32)
-    attention.append_window_reference(
-        inputs.rows["kv"], inputs.weights["kv_norm"], EPS, cos, sin, 0, ring
-    )
-    np.testing.assert_allclose(left.window, ring[20 - REACH : 20], rtol=0, atol=2e-5)
+    turned = attention.turned_reference(inputs.rows["kv"], inputs.weights["kv_norm"], EPS, cos, sin)
+    np.testing.assert_allclose(left.window, turned[20 - REACH : 20], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +220,9 @@ def test_entries(rig: Rig, ratio: int, tokens: int, width: int, gain: float) -> 
     cos, sin = turns(0, count, PAIRS, ratio)
     expected = np.zeros((count, width), np.float32)
     norm = inputs.weights["entry_norm"]
-    compressor.pool_reference(inputs.rows["values"], gates, ratio, norm, EPS, cos, sin, 0, expected)
+    raw = Table([Held(np.stack([inputs.rows["values"], gates]))])
+    windows, owners = np.arange(count), np.zeros(count, np.int64)
+    compressor.pool_reference(raw, ratio, norm, EPS, cos, sin, windows, owners, expected)
     np.testing.assert_allclose(left.entries[:count], expected, rtol=0, atol=1e-4)
     if ratio == 4:
         target, bound = _entries(inputs, index=True)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ds4q.runtime.kvtable import Held, Table
 from ds4q.runtime.model import indexer
 from tests.hipkern.dense import F32, F64, Rig, U, check_same, check_within, open_rig, turns
 
@@ -77,7 +78,8 @@ def _select(rig: Rig, scores: F32, first: int, topk: int) -> I32:
 def _best(scores: F32, first: int, topk: int) -> I32:
     """What the CPU chooses, -1 past the count."""
     chosen = np.full((len(scores), topk), -1, np.int64)
-    indexer.select_reference(scores, first, RATIO, topk, chosen, np.empty(len(scores), np.int64))
+    seen = (np.arange(first, first + len(scores)) + 1) // RATIO
+    indexer.select_reference(scores, seen, topk, chosen, np.empty(len(scores), np.int64))
     return chosen.astype(np.int32)
 
 
@@ -117,9 +119,11 @@ def test_scores(rig: Rig, name: str) -> None:
         assert np.isnan(found[t, count:]).all()  # no other place was written
     cos, sin = turns(case.first, len(case.q), case.pairs)
     expected = np.zeros_like(found)
+    owners = np.zeros(len(case.q), np.int64)
     indexer.score_reference(
-        case.q, case.gates, case.keys, cos, sin, case.first, RATIO, expected, 0, len(case.q)
-    )
+        case.q, case.gates, Table([Held(case.keys)]), cos, sin, np.array(case.counts()), owners, 0, expected,
+        0, len(case.q),
+    )  # fmt: skip
     seen = ~np.isnan(found)
     np.testing.assert_allclose(found[seen], expected[seen], rtol=0, atol=2e-6)
 

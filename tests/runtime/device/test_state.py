@@ -33,15 +33,15 @@ def test_rows_are_those_of_the_cpu(sim: Control) -> None:
         assert caches.first_bytes == state.nbytes
         for row, cache in zip(tables(state), reference.layers, strict=True):
             pointers, (window, ring, index_ring, capacity) = row[:7], row[7:]
-            assert window == len(cache.window)
+            assert window == len(cache.window.rows)
             assert cache.compressor is not None
-            assert ring == len(cache.compressor.values)
+            assert ring == cache.compressor.raw.rows.shape[1]
             assert capacity == len(cache.compressor.entries.rows)
             assert [pointer > 0 for pointer in pointers] == [True] * 4 + [
                 cache.index is not None
             ] * 3
             assert all(pointer % 16 == 0 for pointer in pointers)
-            assert index_ring == (0 if cache.index is None else len(cache.index.gates))
+            assert index_ring == (0 if cache.index is None else cache.index.raw.rows.shape[1])
         # No two rows share memory: the addresses of a layout are its parts' in order.
         live = sorted(p for row in tables(state) for p in row[:7] if p)
         assert len(set(live)) == len(live) == 11
