@@ -119,11 +119,11 @@ def test_scores(rig: Rig, name: str) -> None:
         assert np.isnan(found[t, count:]).all()  # no other place was written
     cos, sin = turns(case.first, len(case.q), case.pairs)
     expected = np.zeros_like(found)
+    keys, counts = Table([Held(case.keys)]), np.array(case.counts())
     owners = np.zeros(len(case.q), np.int64)
     indexer.score_reference(
-        case.q, case.gates, Table([Held(case.keys)]), cos, sin, np.array(case.counts()), owners, 0, expected,
-        0, len(case.q),
-    )  # fmt: skip
+        case.q, case.gates, keys, cos, sin, counts, owners, 0, expected, 0, len(case.q)
+    )
     seen = ~np.isnan(found)
     np.testing.assert_allclose(found[seen], expected[seen], rtol=0, atol=2e-6)
 
