@@ -112,7 +112,8 @@ def _answer_errors(app: FastAPI, count: Any) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_router(request: Request, error: HTTPException) -> Response:
-        what = {404: "there is no such path", 405: "this path takes another method"}
+        allowed = (error.headers or {}).get("Allow", "another method")
+        what = {404: "there is no such path", 405: f"this path takes {allowed}"}
         words = what.get(error.status_code, str(error.detail))
         message = f"{words}: {cut(request.method)} {cut(request.scope['path'])}"
         return answer(request, Refusal(error.status_code, message, headers=error.headers))

@@ -129,9 +129,18 @@ class Refusal(Exception):
         if param in ONLY:
             message = f"unsupported value of {param}: {found}; only {ONLY[param]} is served"
             return cls(400, message, param=param, code="unsupported_value")
-        words = _WORDS.get(kind, "").format_map(fault.get("ctx", {})) or fault["msg"]
+        facts = fault.get("ctx", {})
+        if kind == "together":  # what a field needs of another one
+            return cls(400, fault["msg"], param=facts["param"])
+        words = _WORDS.get(kind, "").format_map(facts) or fault["msg"]
         message = words.removeprefix("Value error, ").removeprefix("Input ")
-        if kind != "value_error":
+        if kind in ("too_short", "string_too_short") and facts["min_length"] == 1:
+            message = "should not be empty"
+        elif kind == "too_long" and facts["max_length"] == 1:
+            message = "a request may have one"
+        elif kind == "literal_error":
+            message = message.replace("True", "true").replace("False", "false")  # in JSON's words
+        if kind not in ("value_error", "too_short", "string_too_short"):
             message += f", not {found}"
         code = "unsupported_value" if kind in ("literal_error", "role") else None
         return cls(400, f"{param}: {message}" if param else message, param=param, code=code)

@@ -20,6 +20,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 MOST_ALTERNATIVES = 20
 MOST_LEGACY_ALTERNATIVES = 5
@@ -49,6 +50,11 @@ def _boolean(value: Any) -> Any:
     if type(value) is not bool:
         raise ValueError("should be a boolean")
     return value
+
+
+def _together(param: str, message: str) -> PydanticCustomError:
+    """The error of a field that does not go with another one."""
+    return PydanticCustomError("together", "{message}", {"message": message, "param": param})
 
 
 def _json(value: Any) -> Any:
@@ -271,7 +277,7 @@ class Generation(_Strict):
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Generation:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options belongs to stream: true")
+            raise _together("stream_options", "stream_options belongs to stream: true")
         return self
 
     @property
@@ -308,10 +314,12 @@ class ChatRequest(Generation):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs belongs to logprobs: true")
+            raise _together("top_logprobs", "top_logprobs belongs to logprobs: true")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
-            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+            raise _together(
+                "max_tokens", "max_tokens and max_completion_tokens differ; send one of them"
+            )
         return self
 
     @property

@@ -27,6 +27,7 @@ export class Chat {
     log.addEventListener("toggle", () => this.#grown(), true);
     log.addEventListener("click", (event) => this.#clicked(event));
     latest.addEventListener("click", () => this.#follow());
+    new ResizeObserver(() => this.#grown()).observe(log);
     window.addEventListener("pagehide", () => this.#leave());
     window.addEventListener("pageshow", () => { this.leaving = false; });
     for (const message of remembered()) this.#add(message);

@@ -63,7 +63,7 @@ function judge(field) {
   field.setAttribute("aria-invalid", String(!valid));
   at(`${field.id}-wrong`).textContent = valid
     ? ""
-    : `Not used: only whole numbers from ${field.min} to 2⁵³ − 1 are. Still ${kept[field.id] ?? "the default"}.`;
+    : `Not used: not a whole number from ${field.min} to 2⁵³ − 1. Still ${kept[field.id] ?? "the default"}.`;
 }
 
 // A number is taken once it is whole: what its first digits say was never meant.

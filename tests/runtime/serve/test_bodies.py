@@ -122,7 +122,8 @@ def test_what_is_not_done_is_told_as_such(
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"messages": []}, "messages: should have at least 1, not a list of 0"),
+        ({"messages": []}, "messages: should not be empty"),
+        ({"stop": ""}, "stop: should not be empty"),
         ({"stop": ["x"] * 17}, "stop: should have at most 16, not a list of 17"),
         ({"thinking": True}, "thinking: should be an object, not true"),
         ({"stream_options": 5}, "stream_options: should be an object, not 5"),
@@ -132,6 +133,10 @@ def test_what_is_not_done_is_told_as_such(
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
             "tools[0].function.parameters: should be an object, not a list of 0",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            "tools[0].function.strict: should be false, not true",
+        ),
     ],
 )
 def test_what_a_value_should_be_is_told_in_words_of_json(
@@ -139,6 +144,28 @@ def test_what_a_value_should_be_is_told_in_words_of_json(
 ) -> None:
     body = {"messages": HI, "stream": True, **fields}
     assert error_of(served.http.post(CHAT, json=body), 400)["message"] == says
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    ],
+)
+def test_a_field_that_does_not_go_with_another_is_named(
+    served: Served, fields: dict[str, Any], param: str
+) -> None:
+    error = error_of(served.chat("hi", **fields), 400)
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+
+
+def test_half_a_surrogate_pair_is_told_as_such(served: Served) -> None:
+    raw = b'{"messages":[{"role":"user","content":"\\ud800"}]}'
+    error = error_of(served.http.post(CHAT, content=raw), 400)
+    assert "half of a surrogate pair" in error["message"]
 
 
 LONG = "x" * 20_000
@@ -325,7 +352,7 @@ def test_an_unknown_model_is_not_found(served: Served, path: str) -> None:
 def test_a_path_or_a_method_that_is_none_has_an_error_object(served: Served) -> None:
     assert "no such path" in error_of(served.http.get("/v1/nothing"), 404)["message"]
     wrong = served.http.get(CHAT)
-    assert "another method" in error_of(wrong, 405)["message"]
+    assert error_of(wrong, 405)["message"] == f"this path takes POST: GET {CHAT}"
     assert wrong.headers["allow"] == "POST"
     error_of(served.http.get("/v1/models/other"), 404)
     error_of(served.http.get("/page/../app.py"), 404)
