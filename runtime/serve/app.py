@@ -270,7 +270,8 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
                 reading = beside.run(lambda: read(raw))
                 asked, plan, form = await while_connected(request.receive, reading)
         except TimeoutError:
-            assert limit_s is not None
+            if limit_s is None:
+                raise
             raise too_late(limit_s) from None
         except (ClientDisconnect, ClientLeftError):
             serving.metrics.count(endpoint, "cancelled")

@@ -77,8 +77,8 @@ class Server(uvicorn.Server):
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
             for connection in list(self.server_state.connections):
-                assert isinstance(connection, Protocol)
-                connection.drop_if_stuck(now)
+                if isinstance(connection, Protocol):
+                    connection.drop_if_stuck(now)
 
     async def on_tick(self, counter: int) -> bool:
         """End as well where there is nothing to serve."""
