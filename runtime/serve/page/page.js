@@ -96,10 +96,6 @@ window.addEventListener("storage", (event) => {
   kept = recalled();
   fill();
 });
-at("settings").addEventListener("submit", (event) => {
-  event.preventDefault();
-  panel("settings", "tune", false);
-});
 at("thinking").addEventListener("change", () => {
   remember({ thinking: at("thinking").checked });
   efforts();
