@@ -24,15 +24,22 @@ const sources = new WeakMap();
 // Makes `target` show `text`; blocks that are as before keep their elements.
 export function show(target, text, depth = 0) {
   const blocks = depth > DEEPEST ? [text] : split(text);
-  blocks.forEach((block, index) => {
-    const old = target.children[index];
-    if (old && sources.get(old) === block) return;
-    const made = depth > DEEPEST ? inline("p", block) : build(block, depth);
-    sources.set(made, block);
-    if (old) old.replaceWith(made);
-    else target.append(made);
-  });
-  while (target.children.length > blocks.length) target.lastElementChild.remove();
+  let old = target.firstElementChild;
+  for (const block of blocks) {
+    const next = old?.nextElementSibling;
+    if (!old || sources.get(old) !== block) {
+      const made = depth > DEEPEST ? inline("p", block) : build(block, depth);
+      sources.set(made, block);
+      if (old) old.replaceWith(made);
+      else target.append(made);
+    }
+    old = next;
+  }
+  while (old) {
+    const next = old.nextElementSibling;
+    old.remove();
+    old = next;
+  }
 }
 
 // The source of each block, in order.
