@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ds4q.runtime.errors import RunError
 
-# Below this much work (0.15 ms), sharing it out (70 us a call) costs more than it saves.
+# What sharing out a call costs, as work: 0.15 ms. Two threads must have twice as much to share.
 SHARED_BYTES = 4 << 20
 PIECES_PER_THREAD = 4  # so that a core which other programs slow down gets less
 
@@ -26,7 +26,14 @@ class Workers:
 
     def shares(self, work_bytes: int) -> bool:
         """Whether a call that reads ``work_bytes`` of weights is worth sharing out."""
-        return self.threads > 1 and work_bytes >= SHARED_BYTES
+        return self.pays(work_bytes, SHARED_BYTES)
+
+    def pays(self, work: int, least: int) -> bool:
+        """Whether sharing out saves more than it costs, which is ``least`` of ``work``.
+
+        N threads save all but the N-th part: two save half of it, many save nearly all.
+        """
+        return work * (self.threads - 1) >= least * self.threads and self.threads > 1
 
     def run(self, piece: Callable[[int, int], None], rows: int) -> None:
         """Call ``piece(lo, hi)`` for disjoint ranges that cover ``range(rows)``.

@@ -28,7 +28,7 @@ Observer = Callable[[int, I64, F32, F32, Mapping[int, Expert]], None]
 input [T, d] of all of them, and the experts that run now by id. Where they are not all in memory
 at once, it is called for one part of them after another."""
 
-# Below this many multiplications a second thread costs more than it saves.
+# What sharing out a call costs, as multiplications.
 _SHARED_WORK = 1 << 22
 
 Routed = Callable[[int, I64, F32, F32], None]
@@ -65,7 +65,7 @@ def share(workers: Workers, kernel: Callable[[int, int], None], units: int, unit
 
     ``unit_work`` is roughly the multiplications of one unit.
     """
-    if workers.threads > 1 and units > 1 and units * unit_work >= _SHARED_WORK:
+    if units > 1 and workers.pays(units * unit_work, _SHARED_WORK):
         workers.run(kernel, units)
     else:
         kernel(0, units)

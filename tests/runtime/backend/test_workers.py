@@ -56,8 +56,10 @@ def test_an_error_in_a_helper_reaches_the_caller() -> None:
 
 
 def test_small_work_and_single_threads_are_not_shared() -> None:
-    assert Workers(2).shares(workers.SHARED_BYTES)
-    assert not Workers(2).shares(workers.SHARED_BYTES - 1)
+    assert Workers(2).shares(2 * workers.SHARED_BYTES)
+    assert not Workers(2).shares(2 * workers.SHARED_BYTES - 1)
+    assert Workers(16).shares(16 * workers.SHARED_BYTES // 15 + 1)
+    assert not Workers(16).shares(16 * workers.SHARED_BYTES // 15 - 1)
     assert not Workers(1).shares(1 << 40)
 
 
