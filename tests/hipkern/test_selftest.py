@@ -125,10 +125,10 @@ def test_every_expert_kernel_gives_its_digest(kernels: Kernels) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"threads": 1},
+        pytest.param({"threads": 1}, marks=pytest.mark.slow),
         {"threads": 5},
-        {"lane_seed": 1},
-        {"lane_seed": 2},
+        pytest.param({"lane_seed": 1}, marks=pytest.mark.slow),
+        pytest.param({"lane_seed": 2}, marks=pytest.mark.slow),
         {"lane_seed": 77, "threads": 3},
         {"delay_us": 300, "delay_seed": 5},
     ],

@@ -260,7 +260,10 @@ def run_child(folder: Path, variant: str, cache: Path) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(each, marks=pytest.mark.slow if each == "avx2" else ()) for each in VARIANTS],
+)
 def test_each_cpu_variant_computes_within_its_own_bytes(variant: str, tmp_path: Path) -> None:
     """The child puts each weight right before a page that must not be touched."""
     if not runs_here(variant):
