@@ -20,6 +20,8 @@ from ds4q.runtime.serve.prefix import PrefixCache, PrefixStats
 from ds4q.runtime.serve.running import Running
 
 F32 = npt.NDArray[np.float32]
+Piece = tuple[Running, Sequence[int]]
+"""A request, and the ids that its sequence gets next."""
 
 RATE_WINDOW_S = 5.0
 SHARE_OF_LAST = 0.2  # that the last request has in the mean time of a request
@@ -51,11 +53,11 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Serves many jobs with one model: each token of all answers is computed in one step.
+    """Serves many jobs with one model, in steps that all of them share.
 
-    A turn has two steps: one token for every answer, then a batch of tokens of the prompts whose
-    answers have not begun, in the order in which they came. So a long prompt holds up the answers
-    of others by one batch at a time.
+    A step has one token for every answer, and fills the engine's batch with tokens of the prompts
+    whose answers have not begun, in the order in which they came. So a long prompt holds up the
+    answers of others by one batch at a time.
 
     Parameters
     ----------
@@ -209,9 +211,7 @@ class Scheduler:
             try:
                 self._end_cancelled()
                 self._admit()
-                self._answer()
-                self._told()
-                self._prefill()
+                self._step([*self._answers(), *self._prompts()])
             except Exception as error:  # of no request alone, and none may be left without an end
                 for each in list(self._running):
                     self._fail(each, error)
@@ -244,14 +244,14 @@ class Scheduler:
                 each.started_at = time.perf_counter()
                 self._running.append(each)
 
-    def _answer(self) -> None:
+    def _answers(self) -> list[Piece]:
         """One token for each that takes one."""
-        self._step([(each, each.piece(1)) for each in self._running if each.single])
+        return [(each, each.piece(1)) for each in self._running if each.single]
 
-    def _prefill(self) -> None:
-        """A batch of tokens of prompts; a prompt is looked up when its first token is due."""
-        room = self._engine.batch_tokens
-        pieces: list[tuple[Running, Sequence[int]]] = []
+    def _prompts(self) -> list[Piece]:
+        """Tokens of prompts; a prompt is looked up when its first token is due."""
+        room = self._engine.batch_tokens - sum(each.single for each in self._running)
+        pieces: list[Piece] = []
         for each in list(self._running):
             if not room:
                 break
@@ -262,7 +262,7 @@ class Scheduler:
             ids = each.piece(room)
             room -= len(ids)
             pieces.append((each, ids))
-        self._step(pieces)
+        return pieces
 
     def _start(self, each: Running) -> bool:
         """Give it a sequence, from the longest start of its prompt that is known."""
@@ -278,7 +278,7 @@ class Scheduler:
             self._cached_tokens += each.position
         return True
 
-    def _step(self, pieces: Sequence[tuple[Running, Sequence[int]]]) -> None:
+    def _step(self, pieces: Sequence[Piece]) -> None:
         """Run the pieces together; where that fails each by itself, so that one fails alone."""
         if not pieces:
             return

@@ -193,23 +193,17 @@ def test_prompts_are_cut_at_the_batch_and_answers_go_on_between(
         first, ticket = ask(scheduler, job(HI))
         engine.await_held()
         second, _ = ask(scheduler, job(long))
-        for _ in range(7):
+        for _ in range(4):
             engine.step()
         ticket.cancel()
     first.finished()
     second.finished()
-    assert (
-        engine.forwards[:7]
-        == [
-            [(0, HI)],
-            [(5, [10])],  # what answers is first
-            [(0, long[:64])],
-            [(6, [10])],
-            [(64, long[64:128])],
-            [(7, [10])],
-            [(128, long[128:])],
-        ]
-    )
+    assert engine.forwards[:4] == [
+        [(0, HI)],
+        [(5, [10]), (0, long[:63])],
+        [(6, [10]), (63, long[63:126])],
+        [(7, [10]), (126, long[126:])],
+    ]
 
 
 def test_prompts_share_a_batch_in_the_order_in_which_they_came(
@@ -224,8 +218,7 @@ def test_prompts_share_a_batch_in_the_order_in_which_they_came(
         each.finished()
     first, second = engine.forwards[1:3]
     assert first == [(0, prompts[0]), (0, prompts[1][:21])]
-    assert second[0] == (43, [10])
-    assert engine.forwards[3] == [(21, prompts[1][21:]), (0, prompts[2][:42])]
+    assert second == [(43, [10]), (21, prompts[1][21:]), (0, prompts[2][:41])]
 
 
 def test_no_more_run_than_may(engine: ScriptedEngine, scheduler: Scheduler) -> None:
@@ -429,14 +422,14 @@ def test_leaving_while_others_are_answered_computes_no_more_of_the_prompt(
         first, _ = ask(scheduler, job(HI, max_tokens=9))
         engine.await_held()
         second, ticket = ask(scheduler, job(chat(*[5] * 300)))
-        while len(engine.forwards) < 4:
+        while len(engine.forwards) < 3:
             engine.step()
-        assert engine.forwards[2][0][0] == 0  # its prompt has begun
-        assert engine.forwards[3] == [(6, [10])]
+        assert engine.forwards[1][1][0] == 0  # its prompt has begun
         ticket.cancel()
     assert second.finished().reason == "cancelled"
     assert first.finished().reason == "length"
     assert all(len(ids) == 1 for parts in engine.forwards[3:] for _, ids in parts)
+    assert len(engine.forwards) > 3
 
 
 def test_leaving_while_answered(engine: ScriptedEngine, scheduler: Scheduler) -> None:
