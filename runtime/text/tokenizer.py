@@ -75,6 +75,7 @@ class Tokenizer:
                 expected="all 256",
                 found=f"none for byte {missing[0]:#04x}",
             )
+        self._bytes: dict[int, bytes] = {}  # of the tokens that were looked at
         self._control_texts = {number: text for text, number in self.controls.items()}
 
     @classmethod
@@ -121,6 +122,12 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for; empty for an id that the vocabulary does not use."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = self._bytes_of(token)
+        return known
+
+    def _bytes_of(self, token: int) -> bytes:
         control = self._control_texts.get(token)
         if control is not None:
             return control.encode("utf-8")
