@@ -153,6 +153,7 @@ def test_another_release_of_the_compiler_is_refused(monkeypatch: pytest.MonkeyPa
         objects.zig()
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_one_target_of_each_wave(tmp_path: Path) -> None:
     """One decoder stands for the others here; ``make objects`` builds all of them for all."""
     firsts = {}

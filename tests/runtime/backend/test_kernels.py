@@ -262,7 +262,7 @@ def run_child(folder: Path, variant: str, cache: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(each, marks=pytest.mark.slow if each == "avx2" else ()) for each in VARIANTS],
+    [pytest.param(each, marks=() if each == "host" else pytest.mark.slow) for each in VARIANTS],
 )
 def test_each_cpu_variant_computes_within_its_own_bytes(variant: str, tmp_path: Path) -> None:
     """The child puts each weight right before a page that must not be touched."""
