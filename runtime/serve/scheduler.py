@@ -211,7 +211,9 @@ class Scheduler:
             try:
                 self._end_cancelled()
                 self._admit()
-                self._step([*self._answers(), *self._prompts()])
+                answers = self._answers()
+                room = self._engine.batch_tokens - len(answers)
+                self._step([*answers, *self._prompts(room)])
             except Exception as error:  # of no request alone, and none may be left without an end
                 for each in list(self._running):
                     self._fail(each, error)
@@ -248,9 +250,8 @@ class Scheduler:
         """One token for each that takes one."""
         return [(each, each.piece(1)) for each in self._running if each.single]
 
-    def _prompts(self) -> list[Piece]:
-        """Tokens of prompts; a prompt is looked up when its first token is due."""
-        room = self._engine.batch_tokens - sum(each.single for each in self._running)
+    def _prompts(self, room: int) -> list[Piece]:
+        """At most ``room`` tokens of prompts; one is looked up when its first token is due."""
         pieces: list[Piece] = []
         for each in list(self._running):
             if not room:
