@@ -75,6 +75,9 @@ class GenerateError(RegistryError):
         return error
 
 
+EITHER = "either the server or the registry entry is wrong: compare with what the publisher says"
+
+
 class TransferError(Ds4qError):
     """A file could not be fetched; what came so far is kept."""
 
@@ -93,7 +96,7 @@ class SizeError(TransferError):
     """The server's file has another length than the registry says."""
 
     rule = "the server's file has another size than registered"
-    cure = "the registry entry is stale, or this is another file"
+    cure = EITHER
 
 
 class DigestError(TransferError):

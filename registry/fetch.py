@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds4q.registry.blocks import BLOCK_BYTES, About, Blocks, check_room
-from ds4q.registry.errors import DigestError, ExistsError, SizeError
+from ds4q.registry.errors import EITHER, DigestError, ExistsError, SizeError
 from ds4q.registry.remote import Answer, Lane, Remote, TryAgain
 from ds4q.registry.transfer import FIRST_TRIES, LEAST_SPAN_BYTES, Pauses, Transfer, runs
 
 RANGES = 4
 REPAIRS = 3  # rounds in which damaged bytes are fetched again
+PAGE = "a web page in place of the file"
+SIGN_IN = "check the address, and whether the server wants you to sign in"
+MAX_PAGE_START_BYTES = 512
 FAR = 1 << 62  # behind the end of any file, where its length is not known
 
 
@@ -86,17 +89,24 @@ def fetch(
             job.tell(f"{to.name}: {len(job.missing)} damaged blocks are fetched again")
             sha256 = job.run()
         if not job.fits(sha256):
+            page = _is_page(os.pread(blocks.file.fd, MAX_PAGE_START_BYTES, 0))
             raise DigestError(
+                f"the server {job.server} sends {PAGE}" if page else None,
                 path=to,
                 expected=wanted.sha256,
                 found=sha256,
-                remedy="the entry is stale, or the server's file is damaged; "
-                f"{blocks.file.path.name} is kept, --force fetches it anew",
+                remedy=f"{SIGN_IN if page else EITHER}; {blocks.file.path.name} is kept, "
+                "--force fetches it anew",
             )
         blocks.publish(replace=replace)
         return sha256
     finally:
         blocks.close()
+
+
+def _is_page(start: bytes) -> bool:
+    """Whether a file begins as a web page does."""
+    return start.lstrip().lower().startswith((b"<!doctype html", b"<html"))
 
 
 def _mute(line: str) -> None:
@@ -140,6 +150,11 @@ class _Job:
                 self._validator = about.validator
             if not _absent(blocks):
                 self.missing = []
+
+    @property
+    def server(self) -> str:
+        """The URL, for messages."""
+        return self._remote.name
 
     @property
     def size(self) -> int:
@@ -229,7 +244,14 @@ class _Job:
                     return answer, size
                 wrong += 1
                 if wrong > 1:  # it is not one odd answer
-                    raise SizeError(path=self._remote.name, expected=wanted, found=size)
+                    page = answer.media.lower().startswith("text/html")
+                    raise SizeError(
+                        f"the server sends {PAGE}" if page else None,
+                        path=self._remote.name,
+                        expected=wanted,
+                        found=size,
+                        remedy=SIGN_IN if page else None,
+                    )
                 raise TryAgain(f"the server's file has {size} bytes")
             except TryAgain as failure:
                 lane.reset()

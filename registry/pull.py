@@ -22,6 +22,7 @@ from ds4q.artifact.receipt import Receipt, read_receipt
 from ds4q.registry.blocks import check_room
 from ds4q.registry.entries import Entry, Sidecar
 from ds4q.registry.errors import (
+    EITHER,
     ExistsError,
     HubError,
     LocalOnlyError,
@@ -281,7 +282,7 @@ class _Pull:
                         path=hub.name,
                         expected=registered,
                         found=found,
-                        remedy="the registry entry is stale: nothing was fetched",
+                        remedy=f"nothing was fetched; {EITHER}",
                     )
 
     def _wanted(self, what: Entry | Sidecar) -> Wanted:

@@ -17,20 +17,21 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedIOBase
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from ds4q.artifact.errors import one_line
+from ds4q.registry.answers import TIMEOUT_S, Limits, Response
 from ds4q.registry.errors import RefusedError
 
-TIMEOUT_S = 30.0  # without a single byte
+HEAD_S = 60.0  # from a request to the end of the head, redirects and connections included
 MAX_HOPS = 10
+MAX_WORDS = 200  # of a server's own explanation in a message
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 PORTS = {"http": 80, "https": 443}
 SCHEMES = ("file", *PORTS)
-_HEAD_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:|HTTP/|\r?\n?\Z")
 _HOST = re.compile(r"[\w.~%:\[\]-]*")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
 
@@ -49,7 +50,8 @@ class Answer:
 
     ``stop`` and ``total`` are None where the server does not tell. ``ranged`` is whether a range
     was answered, not the whole file. ``validator`` names this version of the file, or is empty.
-    ``read(n)`` gives 1 to ``n`` bytes as they come, and none at the end.
+    ``read(n)`` gives 1 to ``n`` bytes as they come, and none at the end. ``media`` is the type that
+    the server states.
     """
 
     start: int
@@ -58,6 +60,7 @@ class Answer:
     ranged: bool
     validator: str
     read: Callable[[int], bytes]
+    media: str = ""
 
 
 class Lane(Protocol):
@@ -151,41 +154,6 @@ def _origin(url: str) -> tuple[str, str, int]:
 # --- HTTP -------------------------------------------------------------------------------------
 
 
-class _CleanLines:
-    """The head of an answer without lines that are no header field.
-
-    The library stops at the first such line, and what follows would be lost.
-    """
-
-    def __init__(self, inner: BufferedIOBase) -> None:
-        self._inner = inner
-        self._first = True  # the status line, which the library judges
-
-    def readline(self, limit: int) -> bytes:
-        line = self._inner.readline(limit)
-        while not self._first and len(line) < limit and not _HEAD_LINE.match(line):
-            line = self._inner.readline(limit)
-        self._first = False
-        return line
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _Response(http.client.HTTPResponse):
-    """Tolerates header lines that are malformed."""
-
-    def begin(self) -> None:
-        inner = self.fp
-        clean: Any = _CleanLines(inner)
-        self.fp = clean
-        try:
-            super().begin()
-        finally:
-            if self.fp is clean:
-                self.fp = inner
-
-
 class HttpLane:
     """A connection that is kept from one request to the next."""
 
@@ -195,6 +163,7 @@ class HttpLane:
         self._origin: tuple[str, str, int] | None = None
         self._socket: socket.socket | None = None
         self._proxy_headers: dict[str, str] | None = None  # None: no proxy between
+        self._limits = Limits()
         self._response: http.client.HTTPResponse | None = None
 
     def open(self, start: int, stop: int, validator: str) -> Answer:
@@ -210,6 +179,7 @@ class HttpLane:
         }
         if validator:
             headers["If-Range"] = validator
+        self._limits.start("head of an answer", HEAD_S)
         known = self._remote.location
         response, url = self._follow(known or self._remote.url, headers)
         if known and response.status not in (200, 206, 416):
@@ -247,7 +217,7 @@ class HttpLane:
             if not target:
                 raise TryAgain(f"HTTP {response.status} without a Location")
             url = _joined(url, target)
-        raise TryAgain(f"more than {MAX_HOPS} redirects")
+        raise TryAgain(f"the server redirects more than {MAX_HOPS} times")
 
     def _send(self, url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
         connection = self._connection
@@ -261,6 +231,8 @@ class HttpLane:
             path = SplitResult("", "", parts.path or "/", parts.query, "").geturl()
             through = self._proxy_headers
             target = path if through is None else f"{parts.scheme}://{parts.netloc}{path}"
+            self._limits.allow(0)
+            connection.sock.settimeout(self._limits.wait_s())
             connection.request("GET", target, headers={**headers, **(through or {})})
             return connection.getresponse()
         except ssl.SSLCertVerificationError as error:
@@ -292,16 +264,22 @@ class HttpLane:
                 coded = base64.b64encode(pair.encode()).decode("ascii")
                 proxy_headers = {"Proxy-Authorization": f"Basic {coded}"}
         connection: http.client.HTTPConnection
+        wait_s = self._limits.wait_s()
         if scheme == "https":
             context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(*at, timeout=TIMEOUT_S, context=context)
+            connection = http.client.HTTPSConnection(*at, timeout=wait_s, context=context)
             if proxy:
                 connection.set_tunnel(host, port, proxy_headers)
         else:
-            connection = http.client.HTTPConnection(*at, timeout=TIMEOUT_S)
+            connection = http.client.HTTPConnection(*at, timeout=wait_s)
         self._proxy_headers = proxy_headers if proxy and scheme == "http" else None
-        connection.response_class = _Response
-        connection.connect()
+        limited: Any = partial(Response, limits=self._limits)
+        connection.response_class = limited
+        try:
+            connection.connect()
+        except BaseException:
+            connection.close()
+            raise
         self._socket = connection.sock
         return connection
 
@@ -309,30 +287,43 @@ class HttpLane:
         status = response.status
         if status in PASSING:
             raise TryAgain(f"HTTP {status} {response.reason}", _retry_after(response))
+        said = response.getheader("Content-Range", "").strip()
         if status == 416:
-            said = response.getheader("Content-Range", "")
             raise TryAgain(f"HTTP 416: no bytes from {start} on ({said or 'no length told'})")
         if status not in (200, 206):
+            why = response.getheader("X-Error-Message", "").strip()[:MAX_WORDS]
             raise RefusedError(
-                f"the server answers HTTP {status} {response.reason}", path=self._remote.name
+                f"the server answers HTTP {status} {response.reason}",
+                path=self._remote.name,
+                found=why or None,
             )
         if response.getheader("Content-Encoding", "identity").strip().lower() != "identity":
-            raise TryAgain("the answer is compressed, which was not asked for")
-        validator = _validator(response)
+            raise TryAgain("the server compresses its answer, which it was not asked for")
+        validator, media = _validator(response), response.getheader("Content-Type", "").strip()
         read = self._reader(response)
-        if status == 200:
-            return Answer(0, response.length, response.length, False, validator, read)
-        match = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", "").strip())
+        if status == 200 and not said:
+            length = response.length
+            return Answer(0, length, length, False, validator, read, media)
+        # A range is believed as stated, even where the status is that of a whole file.
+        match = _CONTENT_RANGE.fullmatch(said)
         if match is None:
-            raise TryAgain("HTTP 206 without a usable Content-Range")
+            what = f"the server answers HTTP {status} without a usable Content-Range"
+            raise TryAgain(f"{what}: {said[:MAX_WORDS]!r}" if said else what)
         first, last, total = match.groups()
-        if int(first) != start or int(last) < start:
-            raise TryAgain(f"asked for bytes from {start} on, offered {first} to {last}")
+        stop = int(last) + 1
+        if int(first) != start or stop <= start or response.length not in (None, stop - start):
+            sent = "" if response.length is None else f" in {response.length} bytes"
+            raise TryAgain(
+                f"the server was asked for bytes from {start} on, and answers HTTP {status} "
+                f"with bytes {first} to {last}{sent}"
+            )
         known = None if total == "*" else int(total)
-        return Answer(start, int(last) + 1, known, True, validator, read)
+        return Answer(start, stop, known, True, validator, read, media)
 
     def _reader(self, response: http.client.HTTPResponse) -> Callable[[int], bytes]:
         def read(n: int) -> bytes:
+            self._limits.start("piece of its body", TIMEOUT_S)
+            self._limits.allow(n)
             try:
                 return response.read1(n)
             except (OSError, http.client.HTTPException, ValueError) as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 import urllib.parse
 import urllib.request
@@ -18,8 +17,9 @@ from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.whole import write_whole
-from ds4q.registry.errors import RefusedError, SourceError
-from ds4q.registry.remote import Lane, Remote, TryAgain, shown
+from ds4q.registry.document import read_whole
+from ds4q.registry.errors import RefusedError, SourceError, TransferError
+from ds4q.registry.remote import Remote, shown
 from ds4q.registry.schema import MAX_DOCUMENT_BYTES, canonical, parse
 
 URL_VARIABLE = "DS4Q_REGISTRY_URL"
@@ -29,7 +29,6 @@ BUNDLED = "bundled registry"
 
 TIMEOUT_S = 3.5
 FRESH_S = 24 * 3600
-_PIECE_BYTES = 1 << 16
 
 
 def home_folder() -> Path:
@@ -109,51 +108,12 @@ def download(url: str) -> bytes:
     """
     remedy = "check the URL and the connection, or give a file with --registry"
     try:
-        lane = Remote(url, {}).lane()
-    except RefusedError as error:
+        return read_whole(Remote(url, {}), most_bytes=MAX_DOCUMENT_BYTES, within_s=TIMEOUT_S)
+    except RefusedError as error:  # it is not a URL
         raise SourceError(error.what, path=shown(url), remedy=error.remedy) from None
-    reading = _Reading(lane)
-    reading.start()
-    reading.join(TIMEOUT_S)
-    if reading.is_alive():
-        lane.abort()
-        found = f"not there after {TIMEOUT_S} s"
-        raise SourceError(path=shown(url), found=found, remedy=remedy)
-    if reading.failure is not None:
-        raise SourceError(path=shown(url), found=reading.failure, remedy=remedy)
-    raw, total = bytes(reading.raw), reading.total
-    if total is not None and len(raw) < min(total, MAX_DOCUMENT_BYTES + 1):
-        found = f"{len(raw)} of {total} bytes"
-        raise SourceError("the answer ends early", path=shown(url), found=found, remedy=remedy)
-    return raw
-
-
-class _Reading(threading.Thread):
-    """Reads a document beside the thread that waits for it.
-
-    A limit on each operation of a socket bounds neither the look-up of the host's name nor a head
-    that comes byte by byte.
-    """
-
-    def __init__(self, lane: Lane) -> None:
-        super().__init__(daemon=True)
-        self.raw = bytearray()
-        self.total: int | None = None
-        self.failure: str | None = None
-        self._lane = lane
-
-    def run(self) -> None:
-        try:
-            answer = self._lane.open(0, MAX_DOCUMENT_BYTES + 1, "")
-            self.total = answer.total
-            while len(self.raw) <= MAX_DOCUMENT_BYTES and (piece := answer.read(_PIECE_BYTES)):
-                self.raw += piece
-        except RefusedError as error:
-            self.failure = error.what
-        except (TryAgain, OSError, ValueError) as error:
-            self.failure = str(error) or type(error).__name__
-        finally:
-            self._lane.reset()
+    except TransferError as error:
+        found = error.what if error.found is None else f"{error.what}: {error.found}"
+        raise SourceError(path=shown(url), found=found, remedy=remedy) from None
 
 
 @dataclass(frozen=True, slots=True)

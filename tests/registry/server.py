@@ -16,7 +16,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -44,6 +44,7 @@ class Fault:
     add_total: int = 0  # to the length that the head tells
     shift: int = 0  # of the range that is sent, against the one that was asked for
     limit: int | None = None  # bytes of a range that is longer
+    range_status: int = 206  # of the answer to a range
     whole: bool = False  # the whole file, whatever range was asked for
     body: bytes = b""  # of an answer with a status of its own
     trickle_s: float = 0.0  # pause after each 64 bytes
@@ -185,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if start >= size:
                     self._short(416, {"Content-Range": f"bytes */{size}"}, b"")
                     return
-                self._begin(206, fault)
+                self._begin(fault.range_status, fault)
                 first = start + fault.shift
                 told = f"bytes {first}-{stop - 1 + fault.shift}/{size + fault.add_total}"
                 self.send_header("Content-Range", told)
@@ -266,6 +267,35 @@ def serving(
     finally:
         listener.shutdown()
         listener.server_close()
+        thread.join()
+
+
+@contextmanager
+def sending(answer: Callable[[], Iterable[bytes]]) -> Iterator[str]:
+    """A server of raw bytes: each request is sent what ``answer()`` yields until its client leaves.
+
+    Gives its address, ``http://127.0.0.1:PORT``.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                for piece in answer():
+                    connection.sendall(piece)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
         thread.join()
 
 

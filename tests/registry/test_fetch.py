@@ -417,6 +417,37 @@ def test_a_size_that_differs_is_told_before_anything_is_fetched(
     assert os.listdir(tmp_path) == []
 
 
+def test_a_range_under_the_status_of_a_whole_file_is_believed_as_stated(
+    server: Server, digest: str, source: Path, tmp_path: Path
+) -> None:
+    server.fault = lambda request: Fault(range_status=200)
+    to = tmp_path / "a.fp4"
+    assert fetch(wanted(server, digest), to) == digest
+    assert same(to, source)
+    assert server.sent_bytes == SIZE
+
+
+def test_a_server_that_contradicts_itself_is_the_one_that_is_named(
+    server: Server, digest: str, tmp_path: Path
+) -> None:
+    server.fault = lambda request: Fault(range_status=200, shift=5)
+    error = check_refused(TransferError, lambda: fetch(wanted(server, digest), tmp_path / "a.fp4"))
+    assert error.path == server.url("a.fp4")
+    assert "the server was asked for bytes from 0 on, and answers HTTP 200" in str(error)
+    assert "entry" not in str(error)
+
+
+def test_a_web_page_is_called_one(server: Server, digest: str, tmp_path: Path) -> None:
+    page = b"<!DOCTYPE html>" + b" " * (SIZE - 15)
+    server.pages["/a.fp4"] = lambda request: (200, {"Content-Type": "text/html"}, page)
+    short = Wanted(server.url("a.fp4"), SIZE + 1, digest)
+    error = check_refused(SizeError, lambda: fetch(short, tmp_path / "a.fp4"))
+    assert "the server sends a web page" in str(error)
+    wrong = check_refused(DigestError, lambda: fetch(wanted(server, digest), tmp_path / "a.fp4"))
+    assert f"the server {server.url('a.fp4')} sends a web page" in str(wrong)
+    assert "entry" not in str(wrong)
+
+
 def test_one_odd_length_is_asked_again(server: Server, digest: str, tmp_path: Path) -> None:
     server.script(Fault(add_total=1))
     assert fetch(wanted(server, digest), tmp_path / "a.fp4") == digest

@@ -218,7 +218,7 @@ def test_an_answer_that_takes_too_long_is_given_up(
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/r.json"
         serving = threading.Thread(target=trickle)
         serving.start()
-        check_refused(SourceError, lambda: load_registry(url), says=["not there after 0.3 s"])
+        check_refused(SourceError, lambda: load_registry(url), says=["no whole answer in 0.3 s"])
         serving.join()
     assert left.is_set()  # the client hung up before the server was done
 
