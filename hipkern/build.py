@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from ds4q.artifact.places import home_folder
 from ds4q.hipkern.cache import NO_ROOM, first_error, publish
 from ds4q.hipkern.errors import HipLibraryError, KernelBuildError
-from ds4q.hipkern.library import Library, cache_folder
+from ds4q.hipkern.library import Library
 from ds4q.hipkern.source import Source
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def compile_source(device: Device, source: Source, defines: Mapping[str, int]) -
     """
     wanted = options(device.arch, defines)
     key = _key(device.library, source, wanted)
-    folder = cache_folder() / "kernels" / f"{device.kind}-{device.arch}"
+    folder = home_folder() / "kernels" / f"{device.kind}-{device.arch}"
     entry = folder / f"{Path(source.file).stem}-{key}.bin"
     code = read_entry(entry)
     if code is None:

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ds4q.artifact.places import home_folder
 from ds4q.hipkern.errors import HipLibraryError
 from ds4q.hipkern.probe import candidates
 
@@ -55,12 +55,6 @@ def choice() -> str:
             remedy=f"unset {VARIABLE}, or give one of these words",
         )
     return asked
-
-
-def cache_folder() -> Path:
-    """Where libraries and kernels that were built here are kept: ``DS4Q_HOME`` or ~/.cache/ds4q."""
-    home = os.environ.get("DS4Q_HOME")
-    return Path(home) if home else Path.home() / ".cache" / "ds4q"
 
 
 def open_library() -> Library:
@@ -105,11 +99,11 @@ def built_root(asked: str) -> str | None:
     if asked == "sim":
         from ds4q.hipkern import sim
 
-        return str(sim.build(cache_folder()))
+        return str(sim.build(home_folder()))
     if asked == "cuda":
         from ds4q.hipkern import cuda
 
-        return str(cuda.build(cache_folder()))
+        return str(cuda.build(home_folder()))
     return None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.places import expanded, home_folder
 from ds4q.artifact.whole import write_whole
 from ds4q.registry.document import read_whole
 from ds4q.registry.errors import RefusedError, SourceError, TransferError
@@ -24,17 +25,10 @@ from ds4q.registry.schema import MAX_DOCUMENT_BYTES, canonical, parse
 
 URL_VARIABLE = "DS4Q_REGISTRY_URL"
 NO_FETCH_VARIABLE = "DS4Q_NO_REGISTRY_FETCH"
-HOME_VARIABLE = "DS4Q_HOME"
 BUNDLED = "bundled registry"
 
 TIMEOUT_S = 3.5
 FRESH_S = 24 * 3600
-
-
-def home_folder() -> Path:
-    """Where ds4q keeps what is the user's: ``DS4Q_HOME`` or ~/.cache/ds4q."""
-    home = os.environ.get(HOME_VARIABLE)
-    return Path(home) if home else Path.home() / ".cache" / "ds4q"
 
 
 def local_registry_path() -> Path:
@@ -46,7 +40,8 @@ def configured() -> str | None:
     """What ``DS4Q_REGISTRY_URL`` names; None where it is unset or fetching is switched off."""
     if os.environ.get(NO_FETCH_VARIABLE) == "1":
         return None
-    return os.environ.get(URL_VARIABLE) or None
+    url = os.environ.get(URL_VARIABLE, "")
+    return (url if is_url(url) else expanded(url)) or None
 
 
 def is_remote(origin: str) -> bool:

@@ -16,11 +16,11 @@ from pathlib import Path
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ChangedError, TruncatedError
 from ds4q.artifact.hfq import U8, pread_all
+from ds4q.artifact.places import home_folder
 from ds4q.artifact.report import Failure
 from ds4q.registry.entries import Entry, Sidecar
 from ds4q.registry.errors import RegistryError
 from ds4q.registry.names import inner_name
-from ds4q.registry.sources import home_folder
 
 Identity = dict[str, int]
 NOTES = ".verified"  # begins with a dot: no registered file can be called so

@@ -32,9 +32,12 @@ Sizes take `8GiB` (1024s), `98GB` (1000s) or a number of bytes.
 | environment | meaning |
 |---|---|
 | `DS4Q_<COMMAND>_<OPTION>` | value of an option: `DS4Q_RUN_THREADS=4` is `ds4q run --threads 4` |
-| `DS4Q_HOME` | folder of models, of your registry and of what was compiled: `~/.cache/ds4q` |
+| `DS4Q_HOME` | folder of models, of your registry and of what was compiled (default below) |
 | `DS4Q_REGISTRY_URL` | the [registry](registry.md) document to use in place of the bundled one |
 | `DS4Q_REFERENCE=1` | the numpy reference in place of every compiled kernel: slow, for checking |
+
+Without `DS4Q_HOME` that folder is `ds4q` in `XDG_CACHE_HOME`, else `~/.cache/ds4q`. A leading `~`
+is expanded in every path, also in `--output=~/x` and in variables, where shells leave it.
 """
 
 

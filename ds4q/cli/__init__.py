@@ -21,7 +21,7 @@ import click
 
 from ds4q import __version__
 from ds4q.artifact.errors import one_line
-from ds4q.cli.common import VERBOSE, Terminated, say
+from ds4q.cli.common import VERBOSE, Terminated, UserPath, say
 
 COMMANDS = {
     "quantize": "Turn a DeepSeek-V4 checkpoint into an HFQ artifact.",
@@ -57,7 +57,7 @@ class Ds4q(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"ds4q.cli.{cmd_name}").command
-        _name_environment(command, f"DS4Q_{cmd_name}")
+        _prepare(command, f"DS4Q_{cmd_name}")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -93,18 +93,21 @@ class Ds4q(click.Group):
         sys.exit(status)
 
 
-def _name_environment(command: click.Command, prefix: str) -> None:
-    """Let options be set as ``PREFIX_OPTION``, those of a group's commands with its name between.
+def _prepare(command: click.Command, prefix: str) -> None:
+    """Let options be set as ``PREFIX_OPTION``, and expand ``~`` in every path.
 
-    click's own rule would follow the names of Python parameters.
+    The commands of a group have its name in between. click's own rule would follow the names of
+    Python parameters.
     """
     for option in command.params:
+        if type(option.type) is click.Path:
+            option.type = UserPath.of(option.type)
         if isinstance(option, click.Option):
             word = max(option.opts, key=len).lstrip("-")
             option.envvar = f"{prefix}_{word}".upper().replace("-", "_")
     if isinstance(command, click.Group):
         for name, inner in command.commands.items():
-            _name_environment(inner, f"{prefix}_{name}")
+            _prepare(inner, f"{prefix}_{name}")
 
 
 def ending(error: BaseException, *, verbose: bool = False) -> int:

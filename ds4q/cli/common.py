@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ds4q.artifact.errors import one_line
+from ds4q.artifact.places import expanded
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -160,6 +161,36 @@ class Size(click.ParamType):
 
 
 SIZE = Size()
+
+
+class UserPath(click.Path):
+    """A path in which a leading ``~`` is expanded: shells leave ``--output=~/x`` as it is."""
+
+    @classmethod
+    def of(cls, path: click.Path) -> UserPath:
+        """The same type, with ``~`` expanded."""
+        made = cls()
+        vars(made).update(vars(path))
+        return made
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(_at_home(value), param, ctx)
+
+
+class PathOrWord(click.ParamType):
+    """A path, or a word that is something else, such as a URL or a name."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return _at_home(value)
+
+
+PATH_OR_WORD = PathOrWord()
+
+
+def _at_home(value: Any) -> Any:
+    return expanded(value) if isinstance(value, str) else value
 
 
 def available_cores() -> int:

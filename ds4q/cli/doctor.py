@@ -23,6 +23,7 @@ import click
 
 from ds4q import __version__
 from ds4q.artifact.errors import Ds4qError, one_line
+from ds4q.artifact.places import HOME_VARIABLE, home_folder
 from ds4q.cli.common import (
     amount_text,
     available_cores,
@@ -246,8 +247,8 @@ def report(device: str = "cpu", quiet: bool = True) -> dict[str, Any]:
         kernels, wrong = selftest_facts(quiet)
         problems += wrong
     disks = [disk_facts(Path.cwd())]
-    if home := os.environ.get("DS4Q_HOME"):
-        disks.append(disk_facts(Path(home)))
+    if os.environ.get(HOME_VARIABLE):
+        disks.append(disk_facts(home_folder()))
     return {
         "ok": not problems,
         "problems": problems,

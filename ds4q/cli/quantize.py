@@ -33,6 +33,7 @@ VARIANTS = ("dual", "affine", "s40", "sign")
 )
 @click.option(
     "--recipe",
+    type=common.PATH_OR_WORD,
     default="fp4",
     show_default=True,
     metavar="NAME|FILE.toml",

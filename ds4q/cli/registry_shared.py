@@ -22,6 +22,7 @@ def registry_option(command: F) -> F:
     return click.option(
         "--registry",
         "origin",
+        type=common.PATH_OR_WORD,
         metavar="FILE|URL",
         help="Use this registry document and no other. Default: the one of DS4Q_REGISTRY_URL, else "
         "the bundled one, and your own entries.",

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from ds4q.artifact.places import expanded
 from ds4q.hipkern.cache import libraries, run_compilers
 from ds4q.hipkern.errors import HipLibraryError
 
@@ -71,7 +72,7 @@ def _nvrtc_candidates() -> Iterator[str]:
             yield str(found)
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
-            yield str(Path(os.environ[variable]) / "lib64" / "libnvrtc.so")
+            yield str(Path(expanded(os.environ[variable])) / "lib64" / "libnvrtc.so")
     yield from ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 

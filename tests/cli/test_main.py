@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 import ds4q
 from ds4q.artifact.errors import ArtifactError
 from ds4q.cli import COMMANDS, Ds4q, common, main
+from tools import cli_reference
 
 DS4Q = [sys.executable, "-m", "ds4q"]
 
@@ -51,6 +53,35 @@ def test_wrong_usage_is_2_with_nothing_on_stdout() -> None:
         result = CliRunner().invoke(main, arguments)
         assert (result.exit_code, result.stdout) == (2, ""), arguments
         assert "Error: " in result.stderr or not arguments  # no command: the help
+
+
+def test_every_option_that_takes_a_path_expands_a_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a").write_bytes(b"")
+    seen = 0
+    for words, command in cli_reference.commands().items():
+        for param in command.params:
+            named = param.metavar or ""
+            if isinstance(param.type, click.Path) or re.search("FILE|PATH|DIR|FOLDER", named):
+                assert str(param.type.convert("~/a", param, None)) == f"{tmp_path}/a", words
+                seen += 1
+    assert seen > 40
+
+
+def test_no_folder_named_tilde_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    env = {"HOME": str(tmp_path), "DS4Q_HOME": "~/home", "DS4Q_REGISTRY_LIST_MODELS_DIR": "~/m"}
+    found = json.loads(CliRunner().invoke(main, ["registry", "list", "--json"], env=env).stdout)
+    assert found["models_dir"] == str(tmp_path / "m")
+    env = {"HOME": str(tmp_path), "DS4Q_REGISTRY_URL": "~/none.json"}
+    said = CliRunner().invoke(main, ["registry", "list"], env=env)
+    assert f"{tmp_path}/none.json: No such file" in said.stderr
+    said = CliRunner().invoke(main, ["registry", "list", "--registry=~/none.json"], env=env)
+    assert f"{tmp_path}/none.json: No such file" in said.stderr
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 def ending_with(error: BaseException) -> Ds4q:

@@ -37,6 +37,7 @@ def test_models_are_kept_in_the_home_folder(
     monkeypatch.setenv("DS4Q_HOME", str(tmp_path / "home"))
     assert models_folder() == tmp_path / "home" / "models"
     monkeypatch.delenv("DS4Q_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert models_folder() == tmp_path / ".cache" / "ds4q" / "models"
 

@@ -1,0 +1,57 @@
+"""Where ds4q keeps files by default, and paths as people write them. Opens nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ds4q.artifact.errors import Ds4qError
+
+HOME_VARIABLE = "DS4Q_HOME"
+XDG_VARIABLE = "XDG_CACHE_HOME"
+_KEPT = ("registry.json", "models")  # in the home folder: what a user would miss
+
+
+class PlaceError(Ds4qError):
+    """A path that begins with ``~``, and no home folder to put in its place."""
+
+    rule = "the home folder is not known"
+    cure = f"set HOME, or give the whole path; {HOME_VARIABLE} names the folder of ds4q"
+
+
+def expanded(path: str) -> str:
+    """``path`` with a leading ``~`` or ``~user`` expanded as a shell does.
+
+    A shell leaves ``--output=~/x`` and quoted values of variables as they are. A user that does
+    not exist stays as it is written, as in a shell.
+
+    Raises
+    ------
+    PlaceError : the home folder is not known
+    """
+    found = os.path.expanduser(path)
+    if found.partition("/")[0] == "~":
+        raise PlaceError(path=path)
+    return found
+
+
+def home_folder() -> Path:
+    """The folder of models, of the user's registry and of what was compiled or downloaded.
+
+    ``DS4Q_HOME``; else ``ds4q`` in ``XDG_CACHE_HOME``; else ``~/.cache/ds4q``. As earlier versions
+    ignored ``XDG_CACHE_HOME``, models and a registry in ``~/.cache/ds4q`` stay in use until a
+    folder ``ds4q`` is in ``XDG_CACHE_HOME``.
+
+    Raises
+    ------
+    PlaceError : the home folder is needed and not known
+    """
+    if home := os.environ.get(HOME_VARIABLE):
+        return Path(expanded(home))
+    cache = expanded(os.environ.get(XDG_VARIABLE, ""))
+    if not os.path.isabs(cache):  # the XDG specification says to ignore such a value
+        return Path(expanded("~/.cache/ds4q"))
+    folder = Path(cache, "ds4q")
+    before = Path(os.path.expanduser("~/.cache/ds4q"))
+    kept = any(os.path.lexists(before / name) for name in _KEPT)
+    return before if kept and not folder.exists() else folder
