@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ FORMAT_IMATRIX = "ds4q.receipt.v2"  # v1 and imatrix_sha256
 SUFFIX = ".receipt"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 MAX_RECEIPT_BYTES = 64 << 20  # compressed and not
+SATURATED = "saturated_blocks"  # the event of a block outside the range of its type
 _LEVEL = 9
 _STEP_BYTES = 1024
 _CUT_REMEDY = "copy it again from where the artifact came from, or remove it to go without digests"
@@ -85,6 +86,17 @@ class Receipt:
             level=_LEVEL, write_checksum=True, write_content_size=True, threads=0
         )
         return packer.compress(text)
+
+
+def saturation_note(counts: Iterable[float]) -> str | None:
+    """One line about saturated blocks, given the count of each tensor; None if there are none."""
+    some = [int(count) for count in counts if count]
+    if not some:
+        return None
+    return (
+        f"not exact: {sum(some):,} blocks saturated in {len(some):,} tensors: the scales of their "
+        "types do not reach the source's"
+    )
 
 
 def _fail(

@@ -74,6 +74,7 @@ def quantize(
     exclude: Sequence[str] = (),
     draft: DraftChoice = "split",
     allow_partial: bool = False,
+    allow_saturation: bool = False,
     dry_run: bool = False,
     resume: bool = False,
     force: bool = False,
@@ -95,6 +96,7 @@ def quantize(
     per_projection : have a budget give all experts of a layer one type for each part
     include, exclude : literal name prefixes; include first, then exclude
     draft : ``mtp.*`` tensors go to a file of their own (``split``), into ``out``, or nowhere
+    allow_saturation : write tensors too whose blocks lie outside the range of their type
     dry_run : plan only; the sizes are those that would be written
     resume : go on with an unfinished job; a finished one is recognised
     force : replace existing output
@@ -113,7 +115,13 @@ def quantize(
         audited = audit(checkpoint, allow_partial=allow_partial)
         weights = _imatrix(imatrix, checkpoint, audited)
         options = Options(
-            find_recipe("fp4"), tuple(include), tuple(exclude), draft, allow_partial, weights
+            find_recipe("fp4"),
+            tuple(include),
+            tuple(exclude),
+            draft,
+            allow_partial,
+            weights,
+            allow_saturation,
         )
 
         def plan_for(chosen: Recipe) -> Plan:

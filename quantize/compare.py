@@ -22,7 +22,13 @@ from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.formats import MixRow
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.readahead import ReadAhead
-from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
+from ds4q.artifact.receipt import (
+    SATURATED,
+    Receipt,
+    SourceRecord,
+    TensorRecord,
+    saturation_note,
+)
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import RAW, ROCMFPX, TYPES, TensorType
 from ds4q.artifact.walk import TensorVisitor
@@ -184,7 +190,7 @@ class _AgainstSource:
         return self._failures
 
     def _compare_sources(self, record: TensorRecord) -> None:
-        """What the receipt says of the source tensors is what they are."""
+        """Compare the receipt's source tensors, and its count of saturated blocks."""
         if self._reader.whole_scale is not None:
             self._hashers[1].update(self._reader.whole_scale.data)
         unit = self._tensor.unit
@@ -201,6 +207,17 @@ class _AgainstSource:
                     expected=_source_text(record.sources),
                     found=_source_text(found),
                     **place(name),
+                )
+            )
+        recorded = record.events.get(SATURATED)
+        if self._sums is not None and recorded not in (None, self._sums.saturated_blocks):
+            self._failures.append(
+                Failure(
+                    "receipt records another number of saturated blocks",
+                    tensor=record.name,
+                    expected=str(recorded),
+                    found=str(self._sums.saturated_blocks),
+                    **place(record.name),
                 )
             )
 
@@ -351,11 +368,16 @@ class SourceComparison:
         whole = ErrorSums.zero()
         for name in sorted(self.errors):
             whole.sums += self.errors[name].sums
+        saturated = [sums.saturated_blocks for sums in self.errors.values()]
+        note = saturation_note(saturated)
+        if note is not None:
+            self.check.notes.append(note)
         worst = sorted(self.errors, key=lambda name: (-self.errors[name].nrmse, name))
         self.check.figures |= {
             "nrmse": round(whole.nrmse, 6),
             "cosine": round(whole.cosine, 6),
             "lossy_tensors": len(self.errors),
+            SATURATED: sum(saturated),
             "reencoded": not self._demands.errors_only,
             "worst": [
                 {

@@ -33,11 +33,11 @@ from ds4q.quantize.audit import Kind
 from ds4q.quantize.errors import InexactError, SourceValueError
 from ds4q.quantize.exact import encode_fp4
 from ds4q.quantize.measure import ErrorSums
+from ds4q.quantize.saturation import saturated_blocks
 
 U8 = npt.NDArray[np.uint8]
 F32Array = npt.NDArray[np.float32]
 NAN_E4M3 = 127
-SMALL_SCALE = 118  # below, the values of an FP4 block reach under the smallest ROCmFPX scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +75,18 @@ PLAIN = Encoding()
 
 @dataclass(slots=True)
 class Events:
-    """What a conversion met: counts add up, ``max_error`` keeps the largest.
+    """Counts of what a conversion met; ``max_error`` is the largest error of a dense value.
 
-    ``small_blocks`` are FP4 blocks whose values are so small that a ROCmFPX type loses some of
-    them; ``unweighted_groups`` had weights of zero throughout and were encoded without.
+    ``saturated_blocks`` are FP4 blocks outside the range of their ROCmFPX type (see
+    ``saturation.py``); ``unweighted_groups`` had weights of zero throughout and were encoded
+    without weights.
     """
 
     inexact: int = 0
     max_error: float = 0.0
     tiny_scales: int = 0
     overflow_scales: int = 0
-    small_blocks: int = 0
+    saturated_blocks: int = 0
     unweighted_groups: int = 0
 
     @classmethod
@@ -100,7 +101,7 @@ class Events:
         self.max_error = max(self.max_error, other.max_error)
         self.tiny_scales += other.tiny_scales
         self.overflow_scales += other.overflow_scales
-        self.small_blocks += other.small_blocks
+        self.saturated_blocks += other.saturated_blocks
         self.unweighted_groups += other.unweighted_groups
 
     def document(self) -> dict[str, float]:
@@ -277,11 +278,8 @@ def _pack_rocmfpx(rows: Rows, target: TensorType, out: U8, encoding: Encoding) -
             found=f"row {rows.first}",
             remedy="this is a bug in ds4q, or bad memory: please report it",
         )
-    small = 0
-    if int(scales.min()) < SMALL_SCALE:
-        filled = ((codes & 0x77) != 0).reshape(*scales.shape, hfp4g32.CODE_BYTES).any(axis=2)
-        small = int(np.count_nonzero((scales < SMALL_SCALE) & filled))
-    return Events(small_blocks=small, unweighted_groups=unweighted)
+    saturated = saturated_blocks(codes, scales, packed, target, encoding.coding)
+    return Events(saturated_blocks=saturated, unweighted_groups=unweighted)
 
 
 def fp4_views(rows: Rows) -> tuple[U8, U8]:
@@ -350,9 +348,13 @@ def comparable(kind: Kind, target: TensorType) -> bool:
 def add_errors(
     rows: Rows, target: TensorType, packed: U8, encoding: Encoding, sums: ErrorSums
 ) -> None:
-    """Add what ``packed`` (1-D) rows of a ROCmFPX type lose of their source to ``sums``."""
+    """Add errors and saturated blocks of ``packed`` (1-D) rows of a ROCmFPX type to ``sums``."""
     decoded = codec_for(target.id, encoding.coding).decode(packed, (rows.count, rows.k))
     sums.add(source_values(rows), decoded, encoding.importance)
+    codes, scales = fp4_views(rows)
+    sums.saturated_blocks += saturated_blocks(
+        codes, scales, packed.reshape(rows.count, -1), target, encoding.coding
+    )
 
 
 def compare(

@@ -198,6 +198,16 @@ class InexactError(SourceError):
     cure = "use --recipe fp4-q8 or fp4-f16, which report what they round"
 
 
+class SaturationError(JobError):
+    """A tensor with more blocks outside the range of its type than the user allowed."""
+
+    rule = "tensor does not fit the range of its type"
+    cure = (
+        "give its experts another type (fp4 holds every value), or accept the loss with "
+        "--resume --allow-saturation"
+    )
+
+
 class BooksError(Ds4qError):
     """Codebooks of an artifact that a fit on its source does not give."""
 

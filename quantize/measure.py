@@ -44,9 +44,13 @@ _add = FastPath(_add_reference, _add_fast)
 
 @dataclass(slots=True)
 class ErrorSums:
-    """Sums over weights x of the source and y of the artifact, each times its column's weight."""
+    """Sums over weights x of the source and y of the artifact, each times its column's weight.
+
+    ``saturated_blocks`` counts blocks outside the range of their type (``saturation.py``).
+    """
 
     sums: F64Array
+    saturated_blocks: int = 0
 
     @classmethod
     def zero(cls) -> ErrorSums:

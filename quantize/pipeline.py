@@ -20,6 +20,7 @@ import xxhash
 
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.formats.hfp4g32 import BLOCK as FP4_BLOCK
 from ds4q.artifact.hfq import TensorEntry
 from ds4q.artifact.metadata import canonical
 from ds4q.artifact.readahead import ReadAhead
@@ -30,6 +31,7 @@ from ds4q.quantize.audit import Audit
 from ds4q.quantize.books import FittedBooks
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.convert import Encoding, Events, pack
+from ds4q.quantize.errors import SaturationError
 from ds4q.quantize.fitting import Fitting, books_of_text, books_text
 from ds4q.quantize.journal import BlockRecord, Journal
 from ds4q.quantize.plan import Output, Plan, PlannedTensor
@@ -38,6 +40,7 @@ from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader, source_ranges
 U8 = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
 BLOCK_BYTES = 16 << 20  # of packed rows per journal line: the most that a stop can cost a worker
+MAX_SATURATED_SHARE = 0.01  # of a tensor's blocks: an expert that is lost must not go unnoticed
 SYNC_SECONDS = 15.0  # between two syncs: the work that a power loss can cost
 
 
@@ -210,11 +213,22 @@ class _TensorWork:
                 record = self._write(key, first, count)
             events.add(Events.of(record.events))
             self._job.advance(record.nbytes)
+        self._check_saturation(events.saturated_blocks)
         if record is None or self._several:
             packed, sources = self._whole.packed.hexdigest(), self._sources(self._whole)
         else:
             packed, sources = record.packed, record.sources
         return Packed(packed, sources, events, kept_bytes, self._books)
+
+    def _check_saturation(self, saturated: int) -> None:
+        """Refuse a tensor most of whose loss would come from the range of its type."""
+        blocks = self._tensor.rows * self._tensor.k // FP4_BLOCK
+        if saturated > MAX_SATURATED_SHARE * blocks and not self._job.plan.options.allow_saturation:
+            raise SaturationError(
+                tensor=self._tensor.entry.name,
+                expected=f"at most {MAX_SATURATED_SHARE:.0%} of the blocks saturated",
+                found=f"{saturated:,} of {blocks:,} as {self._tensor.target.name}",
+            )
 
     def _how(self) -> Encoding:
         """How the tensor is encoded; its books are fitted when the first block asks for them."""

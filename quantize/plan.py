@@ -73,7 +73,10 @@ def importance_of(imatrix: Imatrix | None, info: TensorInfo) -> npt.NDArray[np.f
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user chose. Two jobs with equal options and sources write equal bytes."""
+    """What the user chose. Two jobs with equal options and sources write equal bytes.
+
+    ``allow_saturation`` accepts tensors beyond the range of their types; it changes no byte.
+    """
 
     recipe: Recipe
     include: tuple[str, ...] = ()
@@ -81,6 +84,7 @@ class Options:
     draft: DraftChoice = "split"
     allow_partial: bool = False
     imatrix: Imatrix | None = None
+    allow_saturation: bool = False
 
     def importance(self, info: TensorInfo) -> npt.NDArray[np.float32] | None:
         """What the columns of a routed expert's matrix weigh; None weighs all alike."""

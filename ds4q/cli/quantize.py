@@ -99,6 +99,12 @@ VARIANTS = ("dual", "affine", "s40", "sign")
     "--allow-partial", is_flag=True, help="Accept a folder that holds only a part of the model."
 )
 @click.option(
+    "--allow-saturation",
+    is_flag=True,
+    help="Write re-encoded experts even where more than 1 % of a tensor's blocks lie outside the "
+    "range of its type.",
+)
+@click.option(
     "--register",
     "tag",
     metavar="TAG",
@@ -125,6 +131,7 @@ def command(
     exclude: tuple[str, ...],
     draft: Any,
     allow_partial: bool,
+    allow_saturation: bool,
     tag: str | None,
     dry_run: bool,
     resume: bool,
@@ -168,6 +175,7 @@ def command(
             exclude=exclude,
             draft=draft,
             allow_partial=allow_partial,
+            allow_saturation=allow_saturation,
             dry_run=dry_run,
             resume=resume,
             force=force,
@@ -236,12 +244,13 @@ def _print(summary: Summary, *, dry_run: bool, verbose: bool) -> None:
         if verbose:
             for name, why in summary.plan.skipped:
                 click.echo(f"  {one_line(name)}: {why}")
-    if not dry_run and not document["lossless"]:
-        events = document["events"]
+    events = document["events"]
+    if events.get("inexact"):
         click.echo(
-            f"rounded {events.get('inexact', 0):,} dense values, "
-            f"largest error {events.get('max_error', 0):.3g}"
+            f"rounded {events['inexact']:,} dense values, largest error {events['max_error']:.3g}"
         )
+    if (note := summary.saturation()) is not None:
+        click.echo(note)
     if not dry_run:
         click.echo(
             f"{document['seconds']:.1f} s"

@@ -273,21 +273,6 @@ def test_a_half_of_gate_and_up_cannot_be_fitted(tmp_path: Path) -> None:
     assert list(tmp_path.glob("x.hfq*")) == []
 
 
-def test_small_blocks_are_counted(tmp_path: Path) -> None:
-    tensors = dict(models.expert_tensors(layers=(0,), experts=1))
-    name = "layers.0.ffn.experts.0.w1"
-    scales = np.frombuffer(tensors[f"{name}.scale"].data, np.uint8).copy().reshape(128, 8)
-    scales[7, 2:5] = (117, 118, 60)
-    tensors[f"{name}.scale"] = models.Tensor("F8_E8M0", scales.shape, scales.tobytes())
-    source = models.save(tmp_path / "s", tensors, config=models.EXPERT_CONFIG)
-    quantize(source, tmp_path / "x.hfq", "rocmfp3")
-    receipt = read_receipt(receipt_path(tmp_path / "x.hfq"))
-    events = {r.name: r.events for r in receipt.tensors}
-    before = int((scales < 118).sum())
-    assert events[f"{name}.weight"] == {"small_blocks": before}
-    assert before >= 2
-
-
 def test_json_has_what_scripts_rely_on(source: Path, tmp_path: Path) -> None:
     document = quantize(source, tmp_path / "x.hfq", "mix")
     json.dumps(document)
