@@ -59,6 +59,11 @@ class TensorRecord:
     sources: tuple[SourceRecord, ...]
     events: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def saturated_blocks(self) -> float:
+        """Blocks outside the range of the tensor's type."""
+        return self.events.get(SATURATED, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
@@ -93,9 +98,10 @@ def saturation_note(counts: Iterable[float]) -> str | None:
     some = [int(count) for count in counts if count]
     if not some:
         return None
+    tensors = f"{len(some):,} tensor{'s' if len(some) > 1 else ''}"
     return (
-        f"not exact: {sum(some):,} blocks saturated in {len(some):,} tensors: the scales of their "
-        "types do not reach the source's"
+        f"not exact: {sum(some):,} blocks saturated in {tensors}: the scales of their types do not "
+        "reach the source's"
     )
 
 

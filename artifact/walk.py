@@ -29,7 +29,7 @@ from ds4q.artifact.errors import ArtifactError
 from ds4q.artifact.formats import Codec
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.readahead import Range, ReadAhead
-from ds4q.artifact.receipt import SATURATED, Receipt, TensorRecord, saturation_note
+from ds4q.artifact.receipt import Receipt, TensorRecord, saturation_note
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import TYPES, matrix_shape, row_runs
 
@@ -263,7 +263,7 @@ class ReceiptDigests:
 
     def compare_front(self, reader: Reader, front: str) -> None:
         """Length, header, index and the list of tensors, before any payload is read."""
-        note = saturation_note(t.events.get(SATURATED, 0) for t in self.receipt.tensors)
+        note = saturation_note(t.saturated_blocks for t in self.receipt.tensors)
         if note is not None:
             self.check.notes.append(note)
         if reader.file_bytes != self.receipt.file_bytes:

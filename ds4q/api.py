@@ -114,14 +114,9 @@ def quantize(
     with Checkpoint.open(source, allow_partial=allow_partial) as checkpoint:
         audited = audit(checkpoint, allow_partial=allow_partial)
         weights = _imatrix(imatrix, checkpoint, audited)
+        names = tuple(include), tuple(exclude)
         options = Options(
-            find_recipe("fp4"),
-            tuple(include),
-            tuple(exclude),
-            draft,
-            allow_partial,
-            weights,
-            allow_saturation,
+            find_recipe("fp4"), *names, draft, allow_partial, weights, allow_saturation
         )
 
         def plan_for(chosen: Recipe) -> Plan:
@@ -142,22 +137,27 @@ def quantize(
         odd = [] if weights is None else weights.warnings
         for warning in (*audited.warnings, *odd, *plan.warnings, *_left_over(plan)):
             warn(warning)
-        inputs = [imatrix, recipe if wish.is_file else None]
-        read = tuple(Path(path) for path in inputs if path is not None)
+        inputs = imatrix, recipe if wish.is_file else None
+        read = tuple(map(Path, filter(None, inputs)))
         job = Job(checkpoint, audited, plan, choice.budget, read, resume=resume, force=force)
         finished = job.finished_earlier()
         if finished is not None:
             return finished
-        try:
-            job.preflight()
-        except SpaceError as error:
-            if not dry_run:
-                raise
-            warn(str(error))  # nothing is going to be written: the price is what was asked for
+        _preflight(job, warn if dry_run else None)
         if dry_run:
             return Summary(plan, choice.budget, seconds=time.perf_counter() - begin)
         with progress("quantize", plan.payload_bytes) as advance:
             return job.run(threads, advance)
+
+
+def _preflight(job: Job, warn: Callable[[str], None] | None) -> None:
+    """Check the output before work; with ``warn``, too little space is only a warning."""
+    try:
+        job.preflight()
+    except SpaceError as error:
+        if warn is None:
+            raise
+        warn(str(error))
 
 
 def _check_name(out: str) -> None:

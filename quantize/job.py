@@ -22,13 +22,7 @@ from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import front_digest
-from ds4q.artifact.receipt import (
-    SATURATED,
-    Receipt,
-    read_receipt,
-    receipt_path,
-    saturation_note,
-)
+from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
 from ds4q.artifact.types import RAW, TYPES
 from ds4q.artifact.writer import (
     PARTIAL_SUFFIX,
@@ -98,11 +92,6 @@ class Summary:
     seconds: float = 0.0
     resumed_bytes: int = 0
     already_done: bool = False
-
-    def saturation(self) -> str | None:
-        """One line about blocks outside the range of their types; None if there are none."""
-        tensors = (tensor for receipt in self.receipts for tensor in receipt.tensors)
-        return saturation_note(tensor.events.get(SATURATED, 0) for tensor in tensors)
 
     def document(self) -> dict[str, Any]:
         """The JSON document; keys of the trunk at the top, sidecars in a list."""

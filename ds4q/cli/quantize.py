@@ -221,6 +221,8 @@ def _resume_line() -> str:
 
 
 def _print(summary: Summary, *, dry_run: bool, verbose: bool) -> None:
+    from ds4q.artifact.receipt import saturation_note
+
     document = summary.document()
     verb = "would write" if dry_run else "already there:" if summary.already_done else "wrote"
     for part in (document, *document["sidecars"]):
@@ -249,7 +251,8 @@ def _print(summary: Summary, *, dry_run: bool, verbose: bool) -> None:
         click.echo(
             f"rounded {events['inexact']:,} dense values, largest error {events['max_error']:.3g}"
         )
-    if (note := summary.saturation()) is not None:
+    tensors = (tensor for receipt in summary.receipts for tensor in receipt.tensors)
+    if (note := saturation_note(tensor.saturated_blocks for tensor in tensors)) is not None:
         click.echo(note)
     if not dry_run:
         click.echo(
