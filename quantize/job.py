@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds4q.artifact import stops
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
@@ -309,7 +310,8 @@ class Job:
     def run(self, threads: int, advance: Advance) -> Summary:
         """Write all outputs and their receipts. ``advance`` hears of packed bytes.
 
-        A stop (KeyboardInterrupt) leaves partial files and journal; an error removes them.
+        An error of disk, source or options removes what was begun. A stop leaves it, whatever fails
+        while it is under way; so does an unforeseen error, such as too little memory.
         """
         begin = time.perf_counter()
         try:
@@ -327,7 +329,9 @@ class Job:
                 self._start(earlier)
                 receipts, kept_bytes = self._write(earlier, threads, advance)
         except Exception as error:
-            if not self._finished and not isinstance(error, LockedError):
+            if (stop := stops.stop_behind(error)) is not None:
+                raise stop from error
+            if isinstance(error, Ds4qError | OSError) and not isinstance(error, LockedError):
                 self._discard()
             if isinstance(error, OSError):
                 raise self._write_error(error) from error
@@ -427,29 +431,25 @@ class Job:
     # ------------------------------------------------------------ endings
 
     def _discard(self) -> None:
-        """Remove what this run began: only what it has locked is its own.
-
-        Failing at that must not hide what went wrong first.
-        """
-        for file in self._files:
-            with suppress(OSError):
-                _partial(receipt_path(file.final)).unlink(missing_ok=True)
-                file.discard()
-        for path in self._plan_texts() if self._files else ():
-            with suppress(OSError):
-                _partial(path).unlink(missing_ok=True)
-        if self._files:
-            with suppress(OSError):
-                journal_path(self.out).unlink(missing_ok=True)
+        """Remove what this run began, and has locked; what fails here hides no earlier error."""
+        if self._finished or not self._files:
+            return
+        texts = [*self._plan_texts(), *(receipt_path(file.final) for file in self._files)]
+        with stops.held():
+            for file in self._files:
+                with suppress(OSError):
+                    file.discard()
+            for path in (*map(_partial, texts), journal_path(self.out)):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     def _close(self) -> None:
         """Let go of the files. Everything that counts was synced: a failing close loses nothing."""
-        held: list[PartialFile | Journal] = [*self._files]
-        if self._journal is not None:
-            held.append(self._journal)
-        for file in held:
-            with suppress(OSError):
-                file.close()
+        with stops.held():
+            for file in (*self._files, self._journal):
+                with suppress(OSError):
+                    if file is not None:
+                        file.close()
 
     def _write_error(self, error: OSError) -> Ds4qError:
         """An operating system error as one line with the bytes that the job needs."""

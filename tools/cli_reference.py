@@ -27,7 +27,13 @@ Sizes take `8GiB` (1024s), `98GB` (1000s) or a number of bytes.
 | 1 | the job or a check failed; one line on standard error says what, where and what to do |
 | 2 | wrong usage |
 | 130 | interrupted (SIGINT) |
-| 143 | terminated (SIGTERM) |
+| 143 | terminated (SIGTERM, SIGHUP) |
+
+The first of these signals stops a command: `quantize` and `registry pull` keep what they have done
+and can be continued, other commands remove the files that they had not finished. Signals that
+follow change nothing, except that `serve` ends at once. A command that does not end can be ended by
+a third signal, 10 seconds or more after the first, by SIGQUIT (Ctrl-\\), or by SIGKILL; then files
+stay as a crash leaves them.
 
 | environment | meaning |
 |---|---|

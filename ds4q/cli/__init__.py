@@ -9,19 +9,17 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from ds4q import __version__
+from ds4q.artifact import stops
 from ds4q.artifact.errors import one_line
-from ds4q.cli.common import VERBOSE, Terminated, UserPath, say
+from ds4q.cli.common import VERBOSE, UserPath, say
 
 COMMANDS = {
     "quantize": "Turn a DeepSeek-V4 checkpoint into an HFQ artifact.",
@@ -39,12 +37,8 @@ COMMANDS = {
 }
 """Name and one line of each command, in the order of ``ds4q --help``."""
 
-OWN_PROCESS = object()
-"""Given to ``main`` as ``obj`` by whoever runs nothing else in the process after it."""
-
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
 
 
 class Ds4q(click.Group):
@@ -71,15 +65,13 @@ class Ds4q(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except (Exception, KeyboardInterrupt) as error:
-            if ctx.obj is OWN_PROCESS and isinstance(error, KeyboardInterrupt):
-                _ignore_further_stops()
             ctx.exit(ending(error, verbose=ctx.meta.get(VERBOSE, False)))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run one command line and end in ``SystemExit`` with the documented status."""
         # One name under `python -m ds4q` too; the exit statuses are decided here, not by click.
         kwargs |= {"prog_name": "ds4q", "standalone_mode": False}
-        with _standard_streams(), _sigterm_as_exception():
+        with _standard_streams(), stops.caught():
             try:
                 status = super().main(*args, **kwargs)
             except click.ClickException as error:
@@ -113,16 +105,16 @@ def _prepare(command: click.Command, prefix: str) -> None:
 def ending(error: BaseException, *, verbose: bool = False) -> int:
     """Say on stderr what ended the command, in one line, and return the exit status.
 
-    A stop (SIGINT, SIGTERM) is followed by the notes that ``common.last_words`` left on it.
+    A stop (SIGINT, SIGTERM, SIGHUP) is followed by the notes that ``common.last_words`` left on it.
     """
     from ds4q.artifact.errors import Ds4qError  # not needed by a command that ends well
 
     if isinstance(error, KeyboardInterrupt):
-        terminated = isinstance(error, Terminated)
-        say("ds4q: terminated" if terminated else "ds4q: interrupted")
+        word, status = stops.word_of(error)
+        say(f"ds4q: {word}")
         for note in getattr(error, "__notes__", []):
             say(note)
-        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
+        return status
     if isinstance(error, BrokenPipeError):
         return EXIT_FAILED  # the reader left: `ds4q inspect FILE | head`
     if isinstance(error, Ds4qError):
@@ -140,13 +132,6 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
             say("".join(traceback.format_exception(error)).rstrip())
     say(f"ds4q: error: {one_line(text)}")
     return EXIT_FAILED
-
-
-def _ignore_further_stops() -> None:
-    """The process is ending: a second Ctrl-C would only tear a traceback out of the clean-up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _os_error_text(error: OSError) -> str:
@@ -186,30 +171,6 @@ def _standard_streams() -> Iterator[None]:
             except OSError:  # Python flushes once more at exit: let that go nowhere
                 with suppress(OSError):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-@contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """Raise ``Terminated`` in the main thread on SIGTERM, so that clean-up runs as on Ctrl-C.
-
-    So does a terminal that hangs up, unless it is ignored: nohup lets a command outlive it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-
-    def terminate(signum: int, frame: FrameType | None) -> NoReturn:
-        raise Terminated
-
-    stops = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        stops.append(signal.SIGHUP)
-    before = [signal.signal(stop, terminate) for stop in stops]
-    try:
-        yield
-    finally:
-        for stop, handler in zip(stops, before, strict=True):
-            signal.signal(stop, handler)
 
 
 @click.command(

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ds4q.artifact import stops
 from ds4q.artifact.errors import Ds4qError, one_line
-from ds4q.cli.common import Terminated, say
+from ds4q.artifact.stops import Terminated
+from ds4q.cli.common import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,6 +90,7 @@ class Chat:
             except Terminated:
                 raise
             except KeyboardInterrupt:
+                stops.go_on()
                 self._note("stopped")
 
     def _questions(self) -> Iterator[str]:
@@ -101,6 +104,7 @@ class Chat:
             except Terminated:
                 raise
             except KeyboardInterrupt:
+                stops.go_on()
                 _write("\n")
                 say("Ctrl-D or /exit ends the chat.")
                 continue

@@ -39,10 +39,6 @@ PLAIN_TABLE_WIDTH = 200
 MARK_WITHIN_BYTES = 4096
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: stops a command just as Ctrl-C does; only the exit status (143) differs."""
-
-
 # --- words ------------------------------------------------------------------------------------
 
 

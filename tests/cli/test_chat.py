@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ds4q.artifact.stops import Terminated
 from ds4q.cli.chat import HELP, Chat
-from ds4q.cli.common import Terminated
 from ds4q.runtime.errors import LogitsError
 from ds4q.runtime.serve.conversation import Conversation
 from ds4q.runtime.serve.scheduler import Scheduler

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds4q.artifact import stops
 from ds4q.cli import common
 
 
@@ -132,7 +133,7 @@ def test_words_to_a_lost_stderr_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_last_words_are_left_on_a_stop_only() -> None:
     with pytest.raises(KeyboardInterrupt) as stop, common.last_words(lambda: "go on with: x"):
-        raise common.Terminated
+        raise stops.Terminated
     assert stop.value.__notes__ == ["go on with: x"]
     with pytest.raises(KeyboardInterrupt) as stop, common.last_words(lambda: None):
         raise KeyboardInterrupt

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import ds4q
+from ds4q.artifact import stops
 from ds4q.artifact.errors import ArtifactError
 from ds4q.cli import COMMANDS, Ds4q, common, main
 from tools import cli_reference
@@ -145,7 +146,7 @@ def test_a_bug_is_one_line_and_a_traceback_only_with_v() -> None:
 def test_a_stop_ends_with_its_last_words() -> None:
     for error, status, word in (
         (KeyboardInterrupt(), 130, "interrupted"),
-        (common.Terminated(), 143, "terminated"),
+        (stops.Terminated(), 143, "terminated"),
     ):
         error.add_note("go on with: ds4q quantize --resume")
         result = CliRunner().invoke(ending_with(error), ["broken"])
@@ -222,9 +223,12 @@ def test_a_stop_while_it_is_imported_is_a_stop_like_any_other(module: str) -> No
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "ds4q: interrupted\n")
 
 
-STUBBORN = WAITING.replace('group(["wait"])', 'group(["wait"], obj=OWN_PROCESS)').replace(
+STUBBORN = WAITING.replace(
+    'group(["wait"])', 'with stops.caught(to_the_end=True): group(["wait"])'
+).replace(
     "import Ds4q, common",
-    """import OWN_PROCESS, Ds4q, common
+    """import Ds4q, common
+from ds4q.artifact import stops
 import threading
 threading.Thread(target=time.sleep, args=(1.0,)).start()  # the process ends when this has""",
 )

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from ds4q.artifact.stops import Terminated
 from ds4q.cli import main
-from ds4q.cli.common import Terminated
 from ds4q.cli.run import DEFAULT_MAX_TOKENS
 
 DS4Q = [sys.executable, "-m", "ds4q"]

@@ -33,7 +33,8 @@ PATIENCE_S = 60.0
 
 SCRIPTED = """
 import sys, threading
-from ds4q.cli import OWN_PROCESS, loading, main
+from ds4q.artifact import stops
+from ds4q.cli import loading, main
 from tests.runtime.serve.scripted import ScriptedEngine
 
 def load(self, tokens, report, **room):
@@ -48,7 +49,8 @@ def load(self, tokens, report, **room):
 
 MODE = sys.argv.pop(1)
 loading.Loading.load = load
-main(sys.argv[1:], obj=OWN_PROCESS)
+with stops.caught(to_the_end=True):
+    main(sys.argv[1:])
 """
 
 

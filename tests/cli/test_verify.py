@@ -20,8 +20,8 @@ from click.testing import CliRunner, Result
 from ds4q import api
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import receipt_path
+from ds4q.artifact.stops import Terminated
 from ds4q.cli import main
-from ds4q.cli.common import Terminated
 from ds4q.quantize import compare, convert
 from tests.quantize import models
 from tests.quantize.builders import TINY

@@ -6,6 +6,7 @@ never disturbed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -25,6 +26,8 @@ import pytest
 
 from benchmarks import flash_layer
 from ds4q import api
+from ds4q.artifact import stops
+from ds4q.artifact.stops import Terminated
 from ds4q.quantize.journal import read_journal
 from tests.quantize import models, traps
 from tests.quantize.builders import RANDOM
@@ -271,6 +274,39 @@ def test_the_last_line_of_a_stop_goes_on(
     assert resumed.returncode == 0, resumed.stderr
     assert re.search(r"[\d,]{5,} bytes from an earlier run", resumed.stdout)
     assert models.digests(folder) == expected
+
+
+def fails_in_a_lock() -> None:
+    """What a second signal made of a stop: this error instead of it."""
+    try:
+        raise Terminated
+    finally:
+        raise RuntimeError("release unlocked lock")
+
+
+def full_disk_at_a_stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)  # not raised yet: the test holds it back
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def too_little_memory() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("end", [fails_in_a_lock, full_disk_at_a_stop, too_little_memory])
+def test_an_error_that_is_a_stop_or_unforeseen_discards_nothing(
+    end: Any, source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    def work() -> None:
+        with stops.caught(), stops.held():
+            models.run(source, tmp_path / "x.hfq")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds4q.quantize.job.seal", lambda *arguments: end())
+        with pytest.raises(MemoryError if end is too_little_memory else Terminated):
+            work()
+    assert models.run(source, tmp_path / "x.hfq", resume=True).resumed_bytes
+    assert models.digests(tmp_path) == expected
 
 
 @pytest.mark.parametrize("at", [0, 1, 7])
