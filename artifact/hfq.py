@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from ds4q.artifact.errors import (
     ArtifactError,
-    ChangedError,
     DuplicateTensorError,
     HeaderError,
     IndexFieldError,
@@ -40,6 +39,7 @@ from ds4q.artifact.metadata import (
     object_length,
     parse_metadata,
 )
+from ds4q.artifact.opened import OpenedFile
 from ds4q.artifact.types import RESERVED_IDS, check_entry
 
 MAGIC = b"HFQM"
@@ -84,10 +84,6 @@ def flat(data: bytes | memoryview | U8) -> memoryview:
     """The bytes of contiguous ``data`` as one flat view: its length counts bytes, not rows."""
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def pread_all(fd: int, out: U8, offset: int, *, path: object) -> None:
@@ -149,6 +145,7 @@ class Reader:
     metadata, metadata_raw : the parsed object and its bytes
     front_metadata : in version 2 the object in front of the index, where a tail holds the full one
     header_raw, index_raw : the 32 header bytes, and the index with its count
+    opened : identity of the file, to detect writes to it
     warnings : what is legal but unusual; ``strict_warnings`` adds what published files also do
     payload_end : first byte after the last payload (version 2: or after the tail)
     embedded_at : where another container begins right behind this one, or None
@@ -166,14 +163,14 @@ class Reader:
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            opened = os.fstat(self._fd)
-            if not stat.S_ISREG(opened.st_mode):
-                folder = stat.S_ISDIR(opened.st_mode)
+            self.opened = OpenedFile(self._fd, self.path)
+            status = self.opened.status
+            if not stat.S_ISREG(status.st_mode):
+                folder = stat.S_ISDIR(status.st_mode)
                 raise MagicError(
                     path=self.path, found="a folder" if folder else "not a regular file"
                 )
-            self._identity = _identity(opened)
-            self.file_bytes = opened.st_size
+            self.file_bytes = status.st_size
             self._open()
         except BaseException:
             os.close(self._fd)
@@ -203,12 +200,15 @@ class Reader:
 
     def check_unchanged(self) -> None:
         """Raise ``ChangedError`` unless the path still leads to the file as it was opened."""
-        try:
-            now = os.stat(self.path)
-        except FileNotFoundError:
-            raise ChangedError("file is no longer there", path=self.path) from None
-        if _identity(now) != self._identity:
-            raise ChangedError(path=self.path)
+        self.opened.check_path()
+
+    def check_unwritten(self) -> str | None:
+        """As ``OpenedFile.check_bytes``: the path may lead to another file by now."""
+        return self.opened.check_bytes(self._fd)
+
+    def reopen(self, flags: int = 0) -> int:
+        """Another descriptor of this very file; the caller closes it. See ``OpenedFile.reopen``."""
+        return self.opened.reopen(self._fd, flags)
 
     # ------------------------------------------------------------------ reading
 

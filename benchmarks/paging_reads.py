@@ -38,8 +38,8 @@ from ds4q.artifact.metadata import canonical
 from ds4q.artifact.types import HFP4G32
 from ds4q.artifact.writer import TensorSpec, layout
 from ds4q.runtime.config import parse_config
+from ds4q.runtime.digests import Digests
 from ds4q.runtime.experts.catalogue import Catalogue
-from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.reading import (
     FILLERS,
     READS,

@@ -23,6 +23,7 @@ from ds4q.runtime import kv
 from ds4q.runtime.backend.cpu import CpuBackend
 from ds4q.runtime.backend.workers import Workers
 from ds4q.runtime.config import ModelConfig, parse_config
+from ds4q.runtime.digests import Digests
 from ds4q.runtime.errors import ConfigError, ContextError, RunError, SequenceError, TokenError
 from ds4q.runtime.experts.cache import ExpertCache, open_cache
 from ds4q.runtime.experts.options import CacheOptions
@@ -64,6 +65,7 @@ class Engine:
     Attributes
     ----------
     batch_tokens : as given
+    notes : what a user should hear of the load and of how experts are kept, one line each; may grow
     load_s : seconds that loading took, by what they went into; "first_kernel" is that of the first
         step through the first layer, when compiled code is loaded
     """
@@ -90,6 +92,7 @@ class Engine:
         self._cache = cache
         self._choices = Choices(config.num_hidden_layers, config.n_routed_experts)
         self._sequences = count()
+        self.notes: list[str] = []
         self.load_s: dict[str, float] = {}
         parts = Parts(config, source, experts, CpuBackend(threads), Workers(threads))
         self._embedding = Embedding(parts)
@@ -133,20 +136,27 @@ class Engine:
 
         Raises
         ------
-        ArtifactError : the file breaks a rule of the format
+        ArtifactError : the file breaks a rule of the format, its receipt cannot be used, or the
+            file was written to meanwhile
         RunError : it holds no complete model that this runtime can run, or not as asked
+        DigestError : a tensor differs from the receipt
         """
         (spread or Spread()).check(paged=cache is not None and cache.paged)
         laps = Laps()
         with Reader(path) as reader, ExitStack() as stack:
             laps.lap("open")
             config = shortened(checked_config(reader), layers)
-            source = ArtifactSource(reader)
+            notes: list[str] = []
+            digests = digests_of(reader, cache, notes)
+            if digests is not None:
+                stack.callback(digests.wait)
+            laps.lap("audit")
+            source = ArtifactSource(reader, digests)
             laps.lap("tables")
             state_bytes = expected_state_bytes(config, max_context, batch_tokens, kv_type)
             experts: ExpertStore
             opened = None
-            if cache is None:
+            if cache is None or cache.plain:
                 experts = ResidentExperts(config, source, path=reader.path)
                 laps.lap("pools")
             else:
@@ -157,6 +167,7 @@ class Engine:
                     cache,
                     state_bytes=sequences * state_bytes + beside_bytes,
                     laps=laps,
+                    notes=notes,
                 )
                 stack.callback(opened.close)
                 experts = opened.store
@@ -173,23 +184,20 @@ class Engine:
             )
             laps.lap("audit")
             source.fill(progress)
-            reader.check_unchanged()
+            if (note := reader.check_unwritten()) is not None:
+                notes.append(note)
             laps.lap("dense")
             if opened is not None:
                 opened.attach([block.router for block in engine._blocks])
             stack.pop_all()
         engine.load_s = laps.seconds
+        engine.notes = notes
         return engine
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
         return self.config.vocab_size
-
-    @property
-    def notes(self) -> list[str]:
-        """What a user should hear of how experts are kept, one line each."""
-        return [] if self._cache is None else self._cache.notes
 
     def cache_counters(self) -> dict[str, Any] | None:
         """What the pager of routed experts counted; None where nothing is paged."""
@@ -351,6 +359,17 @@ class Engine:
         if len(batch) == 1:
             return batch[0][0].number, batch[0][0].position
         return next(self._sequences), 0
+
+
+def digests_of(reader: Reader, cache: CacheOptions | None, notes: list[str]) -> Digests | None:
+    """What the tensors of an artifact are compared with; None where ``cache`` says not to.
+
+    Raises ``ReceiptError`` where a receipt is required, and there is none of this file.
+    """
+    options = CacheOptions() if cache is None else cache
+    if not options.check_reads:
+        return None
+    return Digests.of(reader, notes, require=options.require_receipt)
 
 
 def shortened(config: ModelConfig, layers: int | None) -> ModelConfig:

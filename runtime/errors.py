@@ -198,11 +198,14 @@ class ExpertReadError(RunError):
     cure = "check the disk, or copy the artifact to another one"
 
 
-class ExpertDigestError(RunError):
-    """An expert that was read has not the bytes that the receipt tells."""
+class DigestError(RunError):
+    """The bytes of a tensor that was loaded differ from the receipt's digest."""
 
     rule = "the bytes that were read differ from the receipt"
-    cure = "the file or the disk is damaged: verify the artifact (ds4q verify FILE.hfq)"
+    cure = (
+        "the file or the disk is damaged: fetch the artifact again (ds4q registry pull TAG), or "
+        "quantize it again; ds4q verify FILE.hfq lists all that is damaged"
+    )
 
 
 class TransportClosedError(RunError):

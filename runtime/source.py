@@ -21,6 +21,7 @@ from ds4q.artifact.tables import expert_name, table_name
 from ds4q.artifact.types import MIXED, TIDI32, check_entry, type_of
 from ds4q.runtime.backend.decoders import FORMATS
 from ds4q.runtime.backend.weights import Weight
+from ds4q.runtime.digests import Digests
 from ds4q.runtime.errors import BackendTypeError, ModelTensorError
 
 F32 = npt.NDArray[np.float32]
@@ -37,14 +38,16 @@ class Tensors:
     Parameters
     ----------
     reader : stays open as long as tensors are read
+    digests : every tensor that is read is compared with them; None: nothing is compared
 
     Raises
     ------
     CodingError, MetadataError : the artifact does not say how to read its ROCmFPX tensors
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, digests: Digests | None = None) -> None:
         self._reader = reader
+        self.digests = digests
         self._codings = Codings.of(reader)
         self._registry = Registry(self._codings.tables)
         self._slots: dict[str, Slot] = {}  # of tensors whose slot is not their name
@@ -143,6 +146,8 @@ class Tensors:
 
     def _decoded(self, entry: TensorEntry) -> npt.NDArray[np.float32]:
         payload, codec = self._reader.read(entry.name), self._codec(entry)
+        if self.digests is not None:
+            self.digests.add(entry, 0, payload)
         codec.validate(payload, entry.shape, path=self._reader.path, tensor=entry.name)
         return codec.decode(payload, entry.shape)
 
@@ -153,10 +158,11 @@ class ArtifactSource(Tensors):
     Parameters
     ----------
     reader : stays open until ``fill`` has returned
+    digests : as in ``Tensors``
     """
 
-    def __init__(self, reader: Reader) -> None:
-        super().__init__(reader)
+    def __init__(self, reader: Reader, digests: Digests | None = None) -> None:
+        super().__init__(reader, digests)
         self._planned: list[tuple[TensorEntry, U8]] = []
 
     def matrix(self, name: str, rows: int, cols: int) -> Weight:
@@ -210,6 +216,10 @@ class ArtifactSource(Tensors):
         """Read and check the bytes of every planned matrix.
 
         ``progress`` is called with (bytes done, bytes in all), in this thread.
+
+        Raises
+        ------
+        DigestError, ReceiptError : a tensor differs from the receipt, or that cannot be used
         """
         total = sum(entry.nbytes for entry, _ in self._planned)
         done = 0
@@ -232,6 +242,8 @@ class ArtifactSource(Tensors):
                 pool.shutdown(cancel_futures=True)
                 raise
         self._planned.clear()
+        if self.digests is not None:
+            self.digests.finish()
 
     def _plan(self, entry: TensorEntry, buffer: U8) -> Weight:
         self._planned.append((entry, buffer))
@@ -246,6 +258,8 @@ class ArtifactSource(Tensors):
         start, nbytes = piece.span
         part = buffer[start : start + nbytes]
         self._reader.read_into(entry, part, start)
+        if self.digests is not None:
+            self.digests.add(entry, start, part)
         self.check_rows(entry, part, first, last)
         return nbytes
 

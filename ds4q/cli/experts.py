@@ -108,7 +108,7 @@ class ExpertOptions:
 
 
 # Of options that page: without --expert-cache all experts are in memory and nothing is read later.
-_PAGED = ("cache_policy", "cache_profile", "prefetch", "no_check_reads", "require_receipt")
+_PAGED = ("cache_policy", "cache_profile", "prefetch")
 _BELONGS = {"prefetch_top": "prefetch", "trace_states": "trace", "cold": "expert_owner"}
 
 
@@ -182,12 +182,12 @@ _OPTIONS = (
     click.option(
         "--no-check-reads",
         is_flag=True,
-        help="Do not compare experts that are read with the receipt's digests.",
+        help="Do not compare the tensors that are read with the receipt's digests.",
     ),
     click.option(
         "--require-receipt",
         is_flag=True,
-        help="Fail where there is no receipt of this very file to check experts with.",
+        help="Fail where there is no receipt of this very file to compare tensors with.",
     ),
     click.option(
         "--trace",

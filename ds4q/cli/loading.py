@@ -114,14 +114,11 @@ class Loading:
     ) -> Engine:
         from ds4q.runtime.engine import Engine
 
-        if self.cache is None:
-            return Engine.load(
-                self.file, threads=self.threads, progress=report, kv_type=self.kv_type
-            )
+        paged = self.cache is not None and self.cache.paged
         return Engine.load(
             self.file,
             threads=self.threads,
-            max_context=self._context(tokens),  # so that an automatic cache leaves room for it
+            max_context=self._context(tokens) if paged else None,  # an automatic cache leaves room
             progress=report,
             cache=self.cache,
             spread=self.spread,

@@ -36,6 +36,7 @@ from ds4q.runtime.engine import (
     checked_context,
     checked_ids,
     checked_kv_type,
+    digests_of,
     shortened,
 )
 from ds4q.runtime.errors import CacheError
@@ -112,6 +113,7 @@ class HipEngine:
         self.notes: list[str] = []
         self.load_s: dict[str, float] = {}
         self._kv_type = checked_kv_type(kv_type)
+        self._digests = digests_of(reader, cache, self.notes)
         self._caches = Caches(
             config, batch_tokens, self.max_context, max_context is not None, self._kv_type
         )
@@ -124,6 +126,9 @@ class HipEngine:
         except BaseException:
             self._close_cache()
             raise
+        finally:
+            if self._digests is not None:
+                self._digests.wait()
 
     @classmethod
     def load(
@@ -346,7 +351,8 @@ class HipEngine:
         self._backend.prepare([*program.body(blocks[0], 1, self.max_context), *program.head(0, 1)])
         laps.lap("first_kernel")
         self._staging: Staging | None = source.fill(device, self._backend.copies, progress)
-        reader.check_unchanged()
+        if (note := reader.check_unwritten()) is not None:
+            self.notes.append(note)
         self._copied = self._backend.copies.record()
         self._await_weights()
         laps.lap("dense")
@@ -367,14 +373,13 @@ class HipEngine:
         self, reader: Reader, cache: CacheOptions | None
     ) -> tuple[DeviceSource, Layout, ModelWeights, ExpertCache | None]:
         """Places of all that is read and computed; the cache of experts, unless all of them fit."""
-        config, source, work = self.config, DeviceSource(reader), Layout()
+        config, source, work = self.config, DeviceSource(reader, self._digests), Layout()
         self._scratch = Scratch(work, config, self.batch_tokens, self.max_context)
         if cache is not None:
             _refuse(cache)
         if cache is None or not (cache.paged or cache.cold):
             return source, work, plan_weights(config, source, reader.path), None
-        self._cache = experts = ExpertCache(config, source, reader, cache)
-        self.notes = experts.notes
+        self._cache = experts = ExpertCache(config, source, reader, cache, self.notes)
         slots = experts.catalogue, experts.pools
         weights = plan_weights(config, source, reader.path, slots)
         needed = sum(layout.nbytes for layout in (*source.layouts, work))

@@ -27,7 +27,6 @@ from ds4q.runtime.device.weights import DeviceSource
 from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.budget import available_bytes
 from ds4q.runtime.experts.catalogue import Catalogue
-from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.plan import Plan, plan_slots
@@ -63,18 +62,22 @@ class ExpertCache:
     """
 
     def __init__(
-        self, config: ModelConfig, source: DeviceSource, reader: Reader, options: CacheOptions
+        self,
+        config: ModelConfig,
+        source: DeviceSource,
+        reader: Reader,
+        options: CacheOptions,
+        notes: list[str],
     ) -> None:
         self._config = config
         self._options = options
         self._reader = reader
-        self._digests: Digests | None = None
         self._tensors = source.tensors
         self._plan: Plan | None = None
         self._stack = ExitStack()
         try:
-            self._setup = Setup(reader, config, options, self._stack)
-            self.notes = self._setup.notes
+            self._setup = Setup(reader, config, options, self._stack, notes)
+            self.notes = notes
             self.catalogue = Catalogue(config, source.tensors, path=reader.path)
             self.pools = ExpertPools(self.catalogue.geometry)
         except BaseException:
@@ -87,7 +90,6 @@ class ExpertCache:
         Raises
         ------
         CacheError : too few slots for a token, or more memory than there is
-        ReceiptError : one is required, and there is none of this artifact
         """
 
         def free() -> int:
@@ -104,8 +106,6 @@ class ExpertCache:
             none = (0,) * self._config.num_hidden_layers
             self._plan = plan = Plan(owned, none, resident=False)
         resident = plan.resident and options.owner is None
-        if options.require_receipt or (options.check_reads and not resident):
-            self._digests = self._setup.digests(self._reader)
         if resident:
             if options.trace is not None:
                 raise untraceable("all of them fit: give a smaller --expert-cache")
@@ -123,8 +123,6 @@ class ExpertCache:
         ids: BandIds,
     ) -> DevicePaging:
         """Begin to serve; everything has memory, and ``source`` has been filled."""
-        if self._digests is not None:
-            self._digests.settle()
         if self._plan is None:
             raise RuntimeError("the slots were not sized")
         by_token = {
@@ -182,12 +180,12 @@ class ExpertCache:
         files = ExpertReader(
             self._reader,
             self.catalogue,
-            digests=self._digests,
+            digests=self._tensors.digests,
+            notes=self.notes,
             helpers=helpers_for(READS),
             legal=self._tensors.check_whole if self._options.check_reads else None,
         )
         self._stack.callback(files.close)
-        self.notes += files.notes
         transport = DeviceTransport(self.catalogue, files, self.pools, device, threads=FILLERS)
         self._stack.callback(transport.close)
         return transport, self._setup.pager(self.catalogue, plan, transport)

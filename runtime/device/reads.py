@@ -84,6 +84,7 @@ def read_jobs(
     take: Callable[[int], U8],
     *,
     ahead: int = 2 * LANES,
+    reopen: Callable[[], int] | None = None,
 ) -> Generator[tuple[Job, U8], None, None]:
     """Yield each job with its filled buffer, in the order of ``jobs``.
 
@@ -94,6 +95,7 @@ def read_jobs(
     take : called with the bytes that a job needs, for a buffer of that length; when it is called
         for a job, the consumer has had all but the ``ahead - 1`` jobs before it
     ahead : most jobs that have a buffer and have not been yielded
+    reopen : makes a handle, which is closed here; None opens ``path``
 
     Raises
     ------
@@ -102,7 +104,7 @@ def read_jobs(
     with ExitStack() as stack:
         handles: SimpleQueue[int] = SimpleQueue()
         for _ in range(min(LANES, len(jobs))):
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if reopen is None else reopen()
             stack.callback(os.close, handle)
             handles.put(handle)
 

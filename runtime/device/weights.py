@@ -24,6 +24,7 @@ from ds4q.hipkern.streams import Stream
 from ds4q.runtime.device.layout import Layout, Place
 from ds4q.runtime.device.reads import LANES, Job, Run, read_jobs
 from ds4q.runtime.device.staging import Staging
+from ds4q.runtime.digests import Digests
 from ds4q.runtime.errors import DeviceModelError
 from ds4q.runtime.source import Progress, Tensors
 
@@ -67,6 +68,7 @@ class DeviceSource:
     Parameters
     ----------
     reader : stays open until ``fill`` has returned
+    digests : every tensor that is read is compared with them; None: nothing is compared
 
     Attributes
     ----------
@@ -74,9 +76,9 @@ class DeviceSource:
     tensors : what describes them
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, digests: Digests | None = None) -> None:
         self._reader = reader
-        self.tensors = Tensors(reader)
+        self.tensors = Tensors(reader, digests)
         self._tables = Layout()  # apart: a piece of the matrices also copies what lies in its gaps
         self._dense = Layout()
         self.layouts = [self._tables, self._dense]
@@ -147,6 +149,10 @@ class DeviceSource:
         ``progress`` is called with (bytes read, bytes in all) of the matrices, in this thread. On
         return the last copies may still be under way, out of what is returned: the caller frees it
         once they have been made.
+
+        Raises
+        ------
+        DigestError, ReceiptError : a tensor differs from the receipt, or that cannot be used
         """
         jobs = [job for label, matrices in self._groups for job in _jobs(label, matrices, self)]
         largest = max(job.job.nbytes for job in jobs)
@@ -154,14 +160,32 @@ class DeviceSource:
         staging = Staging(device, stream, 2 * LANES, largest)
         total, done = sum(job.job.nbytes for job in jobs), 0
         plan = [job.job for job in jobs]
-        reads = read_jobs(self._reader.path, plan, staging.take, ahead=staging.slots)
+        reads = read_jobs(
+            self._reader.path,
+            plan,
+            staging.take,
+            ahead=staging.slots,
+            reopen=self._reader.reopen,
+        )
         with closing(reads):  # lanes have stopped before anybody frees their buffers
-            for target, (job, _) in zip(jobs, reads, strict=True):
+            for target, (job, buffer) in zip(jobs, reads, strict=True):
                 staging.send(target.address, job.nbytes)
+                self._compare(target, buffer)  # beside the copy, and the reads of the next jobs
                 done += job.nbytes
                 if progress is not None:
                     progress(done, total)
+        if self.tensors.digests is not None:
+            self.tensors.digests.finish()
         return staging
+
+    def _compare(self, target: _Target, buffer: U8) -> None:
+        """Hash what a job read. The pieces of a tensor come in order, so none has to be kept."""
+        digests = self.tensors.digests
+        if digests is None:
+            return
+        for run, entry, first, last in target.runs:
+            row_bytes = run.nbytes // (last - first)
+            digests.add(entry, first * row_bytes, buffer[run.at : run.at + run.nbytes])
 
     def _fill_small(self, device: Device, stream: Stream) -> None:
         """Copy what lies in memory that the device cannot copy from by itself."""
@@ -230,6 +254,7 @@ class DeviceSource:
 class _Target:
     job: Job
     address: int
+    runs: tuple[tuple[Run, TensorEntry, int, int], ...]  # where, tensor, rows from and to
 
 
 def _jobs(label: str, matrices: Iterable[Matrix], source: DeviceSource) -> list[_Target]:
@@ -246,7 +271,7 @@ def _jobs(label: str, matrices: Iterable[Matrix], source: DeviceSource) -> list[
         if runs:
             held = tuple(runs)
             job = Job(label, tuple(run for run, *_ in held), partial(source.check_rows, held))
-            made.append(_Target(job, start))
+            made.append(_Target(job, start, held))
             runs.clear()
 
     for matrix in matrices:

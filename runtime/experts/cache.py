@@ -16,7 +16,6 @@ from ds4q.artifact.hfq import Reader
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.experts.budget import available_bytes
 from ds4q.runtime.experts.catalogue import Catalogue
-from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.paged import PagedExperts
 from ds4q.runtime.experts.plan import Plan, plan_slots
@@ -52,7 +51,6 @@ class ExpertCache:
         self._setup = opened.setup
         self._plan = opened.plan
         self._memory = opened.memory
-        self._digests = opened.digests
         self._shape = opened.config.num_hidden_layers, opened.config.n_routed_experts
         self._stack = opened.stack.pop_all()
         self._states: StateRecorder | None = None
@@ -65,8 +63,6 @@ class ExpertCache:
 
     def attach(self, routers: Sequence[Router]) -> None:
         """Begin what needs the routers of all layers; their weights have been read."""
-        if self._digests is not None:
-            self._digests.settle()
         recorder = self._setup.recorder
         if self._setup.options.trace_states and recorder is not None:
             self._states = StateRecorder(recorder, routers)
@@ -131,22 +127,25 @@ def open_cache(
     *,
     state_bytes: int,
     laps: Laps,
+    notes: list[str],
 ) -> ExpertCache:
     """The store that ``options`` ask for; what is resident is read with ``source.fill``.
 
     Parameters
     ----------
+    source : its digests are compared with experts that are read later, too
+    notes : gets what a user should hear, one line each
     state_bytes : of the sequences that will run beside it
     laps : gets the time of planning and of the receipt as "audit", of decode tables as "tables", of
         slots and threads as "pools"
 
     Raises
     ------
-    CacheError, AdapterError, ProfileError, ReceiptError : what is asked for cannot be
+    CacheError, AdapterError, ProfileError : what is asked for cannot be
     WriteError : the trace cannot be written, or another process writes it
     """
     with ExitStack() as stack:
-        opening = _Opening(reader, config, source, options, laps, stack)
+        opening = _Opening(reader, config, source, options, laps, stack, notes)
         opening.refuse(state_bytes)
         return ExpertCache(opening, opening.store())
 
@@ -164,7 +163,7 @@ def check_cache(
     The plan is None where ``options`` do not page. ``available`` is as in ``plan_slots``.
     """
     with ExitStack() as stack:
-        opening = _Opening(reader, config, ArtifactSource(reader), options, Laps(), stack)
+        opening = _Opening(reader, config, ArtifactSource(reader), options, Laps(), stack, [])
         opening.refuse(state_bytes, available)
         return opening.plan
 
@@ -180,6 +179,7 @@ class _Opening:
         options: CacheOptions,
         laps: Laps,
         stack: ExitStack,
+        notes: list[str],
     ) -> None:
         self.reader = reader
         self.config = config
@@ -187,11 +187,10 @@ class _Opening:
         self.options = options
         self.laps = laps
         self.stack = stack
-        self.setup = Setup(reader, config, options, stack)
-        self.notes = self.setup.notes
+        self.setup = Setup(reader, config, options, stack, notes)
+        self.notes = notes
         self.plan: Plan | None = None
         self.memory: dict[str, int] = {}
-        self.digests: Digests | None = None
         self.catalogue = Catalogue(config, source, path=reader.path, bind=False)
 
     def refuse(self, state_bytes: int, available: Callable[[], int] = available_bytes) -> None:
@@ -220,8 +219,6 @@ class _Opening:
         if plan is not None and not plan.resident:
             store = self._paged(plan)
         else:
-            if self.options.require_receipt:  # there is nothing to check, but it was asked for
-                self.digests = self.setup.digests(self.reader)
             store = self._resident()
             if plan is not None:
                 self.notes.append(f"all {plan.slots} experts of every layer fit: paging is off")
@@ -241,18 +238,16 @@ class _Opening:
         return RecordedExperts(store, self.setup.recorder, layers=layers, owned=ownership.owned)
 
     def _paged(self, plan: Plan) -> PagedExperts:
-        options, catalogue, notes = self.options, self.catalogue, self.notes
-        if options.check_reads:
-            self.digests = self.setup.digests(self.reader)
-        self.laps.lap("audit")
+        options, catalogue = self.options, self.catalogue
         catalogue.bind(self.source)
         self.laps.lap("tables")
         slots = HostSlots(catalogue.geometry, plan.counts)
         files = ExpertReader(
             self.reader,
             catalogue,
-            digests=self.digests,
+            digests=self.source.digests,
             legal=self.source.check_whole if options.check_reads else None,
+            notes=self.notes,
             bounces=FILLERS,
             helpers=helpers_for(READS),
         )
@@ -263,7 +258,6 @@ class _Opening:
             "wasted_bytes": catalogue.wasted_bytes(plan.slots),
             "staging_bytes": FILLERS * files.staging_bytes,
         }
-        notes += files.notes
         transport = HostTransport(catalogue, files, slots, threads=FILLERS)
         pager = self.setup.pager(catalogue, plan, transport)
         self.laps.lap("pools")

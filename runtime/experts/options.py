@@ -31,7 +31,7 @@ class CacheOptions:
     owner : (rank, ranks): only this rank's experts are held, the others contribute zero
     cold : "none": experts that are not in memory are nowhere, so all that are owned are held, and
         ``budget`` only says how much that may be
-    check_reads : compare what is read with the digests of the artifact's receipt
+    check_reads : compare every tensor that is read with the digests of the artifact's receipt
     require_receipt : an artifact without a receipt of its own is an error
     trace : file that every dispatch is recorded in
     trace_states : the routers' inputs and scores are recorded beside it
@@ -82,10 +82,6 @@ class CacheOptions:
                 "policy, profile and prefetch belong to a paged expert cache (--expert-cache)",
             ),
             (
-                not self.paged and (self.require_receipt or not self.check_reads),
-                "checks of reads belong to a paged expert cache (--expert-cache)",
-            ),
-            (
                 self.prefetch_top is not None and self.adapter is None,
                 "how many experts to prefetch belongs to a predictor (--prefetch)",
             ),
@@ -101,6 +97,12 @@ class CacheOptions:
         ):
             if forbidden:
                 raise CacheError(says)
+
+    @property
+    def plain(self) -> bool:
+        """Whether all experts are simply held in memory, and nothing is recorded."""
+        checks = CacheOptions(check_reads=self.check_reads, require_receipt=self.require_receipt)
+        return self == checks
 
     @property
     def paged(self) -> bool:

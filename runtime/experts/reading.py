@@ -24,11 +24,11 @@ from typing import NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.errors import ChangedError, TruncatedError
+from ds4q.artifact.errors import PayloadValueError, TruncatedError
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.runtime.errors import CacheError, ExpertReadError
+from ds4q.runtime.digests import Digests
+from ds4q.runtime.errors import CacheError, DigestError, ExpertReadError
 from ds4q.runtime.experts.catalogue import Key, Record
-from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.helpers import Helpers
 from ds4q.runtime.experts.latencies import Latencies
 from ds4q.runtime.experts.runs import PAGE, Run, runs, staging_bytes
@@ -88,18 +88,18 @@ class ExpertReader:
     legal : called with every tensor, and its bytes, that no digest vouches for; raises what it
         refuses. None: such bytes are believed
     reads : made at a time; threads beyond them copy and compare what they have read meanwhile
+    notes : gets what a user should hear, one line each; may grow as long as experts are read
     bounces : buffers for ``read``, which needs one; more threads than that wait for each other
     helpers : threads beyond a caller's own that its matrices are read and compared by
 
     Attributes
     ----------
     staging_bytes : length of a buffer that ``stage`` can read any of the experts into
-    notes : what a user should hear, one line each
+    notes : as given
 
     Raises
     ------
     CacheError : no reads at a time
-    ChangedError : the path leads to another file than ``reader``
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class ExpertReader:
         *,
         digests: Digests | None = None,
         legal: Callable[[TensorEntry, U8], None] | None = None,
+        notes: list[str] | None = None,
         reads: int = READS,
         bounces: int = 0,
         helpers: int = 0,
@@ -116,7 +117,8 @@ class ExpertReader:
         if reads < 1:
             raise CacheError("reads at a time", path=reader.path, expected="1 or more", found=reads)
         self.path = reader.path
-        self.notes: list[str] = []
+        self.notes: list[str] = [] if notes is None else notes
+        self._opened = reader.opened
         self._digests = digests
         self._legal = legal
         self._seen: set[str] = set()  # tensors that were found legal
@@ -132,8 +134,8 @@ class ExpertReader:
         self._running = 0
         self._direct = self._buffered = self._probe = -1
         try:
-            self._buffered = self._open(reader)
-            self._probe = self._open(reader)
+            self._buffered = reader.reopen()
+            self._probe = reader.reopen()
             # Without it, asking for one page that is not cached would read ahead megabytes.
             os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
             self._direct = self._open_direct(reader)
@@ -156,7 +158,8 @@ class ExpertReader:
         CacheError : the reader has no buffers
         TruncatedError : the file ends within the expert
         ExpertReadError : the system cannot read it
-        ExpertDigestError : the bytes are not those that the receipt tells
+        ChangedError : the file was written to since the artifact was opened
+        DigestError : the bytes are not those that the receipt tells
         PayloadValueError : no receipt tells, and the type forbids them
         """
         if not self._has_bounces:  # also where the page cache makes them needless this time
@@ -266,17 +269,9 @@ class ExpertReader:
         while not self._bounces.empty():
             self._bounces.get()
 
-    def _open(self, reader: Reader, flags: int = 0) -> int:
-        """Another handle of the very file that ``reader`` has open."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | flags)
-        if not os.path.samestat(os.fstat(fd), os.fstat(reader.fd)):
-            os.close(fd)
-            raise ChangedError(path=self.path)
-        return fd
-
     def _open_direct(self, reader: Reader) -> int:
         try:
-            return self._open(reader, os.O_DIRECT)
+            return reader.reopen(os.O_DIRECT)
         except OSError as error:
             if error.errno not in _REFUSALS:
                 raise
@@ -421,7 +416,12 @@ class ExpertReader:
             first(n)
             return self._vouched(record.entries[n], parts[n])
 
-        vouched = all(self._side_by_side(handle, len(parts)))
+        try:
+            vouched = all(self._side_by_side(handle, len(parts)))
+        except (DigestError, PayloadValueError):
+            self._check_unwritten()  # a write to the file explains wrong bytes better
+            raise
+        self._check_unwritten()
         with self._lock:
             self._counts["reads_checked"] += reads if vouched else 0
             took = time.perf_counter() - started
@@ -440,6 +440,12 @@ class ExpertReader:
             self._legal(entry, part)
             self._seen.add(entry.name)
         return False
+
+    def _check_unwritten(self) -> None:
+        """Refuse bytes that were read from a file that was written to, checked or not."""
+        note = self._opened.check_bytes(self._buffered)
+        if note is not None:
+            self.notes.append(note)
 
     def _side_by_side(self, handle: Callable[[int], bool], count: int) -> list[bool]:
         """``handle`` of each number, as far as helpers are free; all have ended when it returns."""

@@ -16,7 +16,6 @@ from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.adapter import Adapter, read_adapter
 from ds4q.runtime.experts.catalogue import Catalogue
-from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.header import Header
 from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.options import CacheOptions
@@ -38,13 +37,14 @@ class Setup:
     ----------
     reader : not used after construction
     stack : ends the trace and the reading that begin here
+    notes : gets what a user should hear, one line each
 
     Attributes
     ----------
     ownership : the experts of this rank
     policy : name
     recorder : of the trace, once it is begun
-    notes : what a user should hear, one line each; may grow
+    notes : as given; may grow
 
     Raises
     ------
@@ -53,12 +53,17 @@ class Setup:
     """
 
     def __init__(
-        self, reader: Reader, config: ModelConfig, options: CacheOptions, stack: ExitStack
+        self,
+        reader: Reader,
+        config: ModelConfig,
+        options: CacheOptions,
+        stack: ExitStack,
+        notes: list[str],
     ) -> None:
         self.options = options
         self.policy = options.policy or DEFAULT_POLICY
         self.recorder: Recorder | None = None
-        self.notes: list[str] = []
+        self.notes = notes
         self._config = config
         self._stack = stack
         self._path = reader.path
@@ -94,15 +99,6 @@ class Setup:
                 found=f"{budget:,} bytes",
                 remedy="give more, or page them: leave out --cold none",
             )
-
-    def digests(self, reader: Reader) -> Digests:
-        """Those of the artifact's receipt; nothing reads it any more once the stack is closed.
-
-        Raises ``ReceiptError`` where there is none, and one is required.
-        """
-        digests = Digests.of(reader, self.notes, require=self.options.require_receipt)
-        self._stack.callback(digests.settle)
-        return digests
 
     def record(self, catalogue: Catalogue, plan: Plan | None) -> None:
         """Begin the trace, if there is to be one; ``plan`` is None where nothing is paged."""

@@ -245,7 +245,7 @@ def test_what_a_device_cannot_do_is_refused(load: Load, micro_path: Path, tmp_pa
     check_refused(CacheError, lambda: load(micro_path, cache=crowd), says=["owns no expert"])
     ranks = Spread(tensor_parallel=2)
     check_refused(SpreadError, lambda: load(micro_path, cache=THRASH, spread=ranks))
-    for asked in ({"slots": CHOSEN}, {"budget": "auto"}):  # also where nothing will be read
+    for asked in ({"slots": CHOSEN}, {"budget": "auto"}, {}):  # paged or not
         receipt = CacheOptions(require_receipt=True, **asked)
         with pytest.raises(ReceiptError):
             load(micro_path, cache=receipt)

@@ -15,10 +15,10 @@ from ds4q.hipkern.driver import Device
 from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.device.pools import ExpertPools
 from ds4q.runtime.device.transport import DeviceTransport
+from ds4q.runtime.digests import Digests
 from ds4q.runtime.engine import checked_config
-from ds4q.runtime.errors import ExpertDigestError, ExpertReadError, TransportClosedError
+from ds4q.runtime.errors import DigestError, ExpertReadError, TransportClosedError
 from ds4q.runtime.experts.catalogue import Catalogue, Key
-from ds4q.runtime.experts.digests import Digests
 from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose
 from ds4q.runtime.source import Tensors
 from tests.runtime.device.micro import CONFIG
@@ -165,7 +165,7 @@ def test_an_expert_that_is_not_the_receipts_is_refused_and_the_others_come(
         found = rig.fill(fills)
         sim.set(delay_us=0)
         assert [type(found[fill]) for fill in fills] == [
-            type(None), ExpertDigestError, type(None)
+            type(None), DigestError, type(None)
         ]  # fmt: skip
         assert "layers.0.ffn.experts.1.w3" in str(found[fills[1]])
         assert rig.holds(fills[0])

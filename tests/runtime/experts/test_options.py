@@ -27,8 +27,6 @@ FILE = Path("file")
         ({"owner": (0, 2), "cold": "none", "policy": "lru"}, "--expert-cache"),
         ({"profile": FILE}, "--expert-cache"),
         ({"adapter": FILE}, "--expert-cache"),
-        ({"require_receipt": True}, "--expert-cache"),
-        ({"check_reads": False}, "--expert-cache"),
         ({"budget": 1, "prefetch_top": 3}, "--prefetch"),
         ({"budget": 1, "require_receipt": True, "check_reads": False}, "--no-check-reads"),
         ({"budget": 1, "trace_states": True}, "--trace"),

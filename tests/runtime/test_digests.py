@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +13,13 @@ import pytest
 import xxhash
 
 from ds4q.artifact.errors import ReceiptError
-from ds4q.artifact.hfq import Reader
+from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, TensorRecord, receipt_path
 from ds4q.artifact.types import TYPES
-from ds4q.runtime.errors import ExpertDigestError
-from ds4q.runtime.experts import digests as digests_module
-from ds4q.runtime.experts.digests import Digests
+from ds4q.runtime import digests as digests_module
+from ds4q.runtime.digests import Digests
+from ds4q.runtime.errors import DigestError
 from tests.artifact.build import TWO, Tensor, sealed
 from tests.checks import check_refused
 
@@ -75,14 +77,14 @@ def test_the_receipt_of_this_file(artifact: Path) -> None:
                 altered = payload.copy()
                 altered[at] ^= 1
                 check_refused(
-                    ExpertDigestError,
+                    DigestError,
                     lambda entry=entry, altered=altered: digests.check(entry, altered),  # type: ignore[misc]
                     path=artifact,
                     tensor=name,
                     says=["differ from the receipt"],
                 )
         check_refused(
-            ExpertDigestError,
+            DigestError,
             lambda: digests.check(reader.entry("a.weight"), np.zeros(0, np.uint8)),
             tensor="a.weight",
         )
@@ -90,28 +92,95 @@ def test_the_receipt_of_this_file(artifact: Path) -> None:
 
 
 def refused(artifact: Path, *says: str) -> None:
-    """Without ``require`` one line and no digests; with it an error."""
+    """A receipt that cannot be used is an error, required or not."""
+    notes: list[str] = []
+    with Reader(artifact) as reader:
+        check_refused(ReceiptError, lambda: Digests.of(reader, notes, require=True), says=says)
+        digests = Digests.of(reader, notes)
+        digests.wait()
+        entry = reader.entry("b.weight")
+        payload = reader.read("b.weight")
+        check_refused(ReceiptError, lambda: digests.check(entry, payload), says=says)
+        check_refused(ReceiptError, lambda: digests.add(entry, 0, payload), says=says)
+        check_refused(ReceiptError, digests.finish, says=says)
+    assert notes == []
+
+
+def test_no_receipt_is_a_note(artifact: Path) -> None:
     notes: list[str] = []
     with Reader(artifact) as reader:
         digests = Digests.of(reader, notes)
         for entry in reader.tensors.values():
-            assert not digests.check(entry, reader.read(entry.name))
+            payload = reader.read(entry.name)
+            assert not digests.check(entry, payload)
+            digests.add(entry, 0, payload)
+        digests.finish()
         assert digests.settle() is None
-        assert len(notes) == 1
-        assert notes[0].startswith("experts are read without being checked: ")
-        check_refused(ReceiptError, lambda: Digests.of(reader, notes, require=True), says=says)
+        (note,) = notes
+        assert note.startswith(f"{artifact}: no receipt")
+        check_refused(
+            ReceiptError,
+            lambda: Digests.of(reader, notes, require=True),
+            path=artifact,
+            says=["no receipt", "--require-receipt"],
+        )
     assert len(notes) == 1
-    for words in says:
-        assert words in notes[0]
 
 
-def test_no_receipt(artifact: Path) -> None:
-    refused(artifact, "no receipt", str(artifact))
+@pytest.mark.parametrize("early", [True, False], ids=["before the receipt", "behind the receipt"])
+@pytest.mark.parametrize("damaged", [False, True], ids=["sound", "damaged"])
+def test_pieces_in_any_order_from_any_thread(artifact: Path, damaged: bool, early: bool) -> None:
+    payload = np.random.default_rng(7).integers(0, 256, 10_000, np.uint8)
+    entry = TensorEntry("t", 1, (5000,), 0, payload.nbytes, 0)
+    known = {"t": xxhash.xxh3_128(payload.data).digest()}
+    if damaged:
+        payload[7777] ^= 4
+    parsed = threading.Event()
+
+    def look_up() -> dict[str, bytes]:
+        assert parsed.wait(30)
+        return known
+
+    digests = Digests(look_up, artifact, [])
+    if not early:
+        parsed.set()
+        digests.settle()
+    cuts = [*range(0, payload.nbytes, 321), payload.nbytes]
+    spans = [(a, payload[a:b]) for a, b in pairwise(cuts)]
+    order = np.random.default_rng(8).permutation(len(spans)).tolist()
+    errors: list[DigestError] = []
+
+    def add(number: int) -> None:
+        try:
+            digests.add(entry, *spans[number])
+        except DigestError as error:
+            errors.append(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, order))
+    parsed.set()
+    if damaged and early:
+        assert errors == []
+        check_refused(DigestError, digests.finish, path=artifact, tensor="t", says=["expected"])
+        return
+    digests.finish()
+    assert len(errors) == damaged
+    if damaged:
+        assert errors[0].expected == known["t"].hex()
+        assert errors[0].found == xxhash.xxh3_128(payload.data).hexdigest()
+
+
+def test_a_tensor_of_which_a_piece_is_lost(artifact: Path) -> None:
+    digests = Digests(lambda: {"t": b""}, artifact, [])
+    digests.add(TensorEntry("t", 1, (2,), 0, 4, 0), 2, np.zeros(2, np.uint8))
+    with pytest.raises(RuntimeError, match="only a part of t"):
+        digests.finish()
 
 
 def test_what_is_no_receipt(artifact: Path) -> None:
     receipt_path(artifact).write_bytes(b"garbage")
     refused(artifact, "not a zstd frame", "put the receipt of this very file beside it")
+    refused(artifact, "--no-check-reads")
     receipt_path(artifact).unlink()
     receipt_path(artifact).mkdir()
     refused(artifact, "not a regular file", "put the receipt of this very file beside it")
