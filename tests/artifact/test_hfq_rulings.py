@@ -50,6 +50,7 @@ ELSEWHERE = {
     "name-lookup": "test_hfq_rulings.py::test_no_prefix_is_guessed",
     "short-read": "test_hfq_rulings.py::test_read_of_a_file_that_shrank",
     "changed-file": "test_hfq_rulings.py::test_file_that_changed",
+    "written-file": "test_opened.py::test_a_write_is_an_error",
     "not-a-regular-file": "test_hfq.py::test_folder_and_fifo_are_refused_without_waiting",
     "own-digests": "test_hfq.py::test_every_flipped_bit_of_header_metadata_and_index_is_refused",
 }

@@ -50,9 +50,7 @@ def overwrite_and_set_back(path: Path) -> None:
     ],
     ids=["write", "write and set the time back", "cut", "grow"],
 )
-def test_a_write_is_an_error(
-    path: Path, fd: int, write: Callable[[Path], None], says: str
-) -> None:
+def test_a_write_is_an_error(path: Path, fd: int, write: Callable[[Path], None], says: str) -> None:
     opened = OpenedFile(fd, path)
     assert opened.check_bytes(fd) is None
     write(path)
