@@ -16,10 +16,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from benchmarks.flash_plan import listing
 from ds4q.artifact.formats import codec_for, hfp4g32
-from ds4q.artifact.types import HFP4G32, TIDI32
+from ds4q.artifact.hfq import Reader
+from ds4q.artifact.metadata import front_digest
+from ds4q.artifact.receipt import Receipt, TensorRecord, receipt_path
+from ds4q.artifact.types import HFP4G32, TIDI32, TYPES
 from ds4q.artifact.writer import PartialFile
 from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint
@@ -65,6 +69,36 @@ def write(path: Path, recipe: str, config: Mapping[str, Any]) -> Output:
             os.replace(file.path, path)
             file.close()
     return output
+
+
+def put_receipt(path: Path) -> None:
+    """Write the receipt of an artifact of ``write`` beside it, without digests of sources."""
+    with Reader(path) as reader:
+        ours = reader.metadata["ds4q"]
+        records = tuple(
+            TensorRecord(
+                name,
+                TYPES[entry.type_id].name,
+                entry.shape,
+                entry.nbytes,
+                xxhash.xxh3_128(reader.read(name).data).hexdigest(),
+                (),
+            )
+            for name, entry in reader.tensors.items()
+        )
+        receipt = Receipt(
+            file_bytes=reader.file_bytes,
+            sha256="0" * 64,
+            index_xxh3=front_digest(reader.header_raw, reader.index_raw),
+            recipe=ours["recipe"],
+            tool_version=ours["tool_version"],
+            source_fingerprint=ours["source_fingerprint"],
+            source_digest=ours.get("source_digest", "0" * 64),
+            partial=False,
+            skipped=(),
+            tensors=records,
+        )
+    receipt_path(path).write_bytes(receipt.encode())
 
 
 def _fill(file: PartialFile, tensor: PlannedTensor, seed: int, config: Mapping[str, Any]) -> None:

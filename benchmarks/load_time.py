@@ -1,6 +1,7 @@
 """What loading costs now and what it cost before experts could be paged, from one run.
 
     python -m benchmarks.load_time [--before COMMIT] [--layers N] [--runs N] [FILE.hfq]
+    python -m benchmarks.load_time --digests [--layers N] [--runs N] [FILE.hfq]
 
 Both versions load the same artifact, each load in a process of its own, in turn, the file driven
 out of the page cache before each and seen to be gone (the storage's own cache stays warm). The
@@ -11,6 +12,10 @@ layers of 3.5 GB, embedding and head.
 Exit status 1 where, with paging off or with a cache that holds everything, a load reads otherwise
 than before or takes more than 1.05 times as long and more than that spread; or where a paged load
 reads an expert, or takes more than 1.2 times a plain parallel read of what it reads.
+
+``--digests`` measures loads that compare every tensor with the receipt against loads
+that do not, in alternating pairs, from a cold page cache and then from a warm one. Exit status 1
+where the median pair of cold loads costs more than 1.03. FILE.hfq needs its receipt beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ RUNS = 7
 THREADS = 2
 SAME_TARGET = 1.05
 PAGED_TARGET = 1.2
+DIGESTS_TARGET = 1.03
 
 
 @contextmanager
@@ -95,6 +101,35 @@ class Sides:
         return statistics.median(load.seconds for load in self.loads[name])
 
 
+def digests(path: Path, runs: int, recorder: Recorder) -> list[str]:
+    """Pairs of loads with and without digests; what they cost too much."""
+    sides: dict[str, dict[str, Any]] = {
+        "digests on": {"require_receipt": True},
+        "digests off": {"check_reads": False},
+    }
+    wrong = []
+    for state in ("cold", "warm"):
+        loads: dict[str, list[Load]] = {name: [] for name in sides}
+        for turn in range(runs + 1):
+            for name in list(sides) if turn % 2 else list(sides)[::-1]:
+                if state == "cold" and not drop(path):
+                    raise SystemExit(f"{path} cannot be driven out of the page cache")
+                load = measure(path, threads=THREADS, cache=sides[name])
+                if turn:  # the first compiles kernels, and warms the cache
+                    loads[name].append(load)
+        for name, found in loads.items():
+            times = Times([load.seconds for load in found], [load.cpu_s for load in found])
+            recorder.add(f"load, {state}, {name}", times, "s")
+        pairs = zip(loads["digests on"], loads["digests off"], strict=True)
+        ratios = [on.seconds / off.seconds for on, off in pairs]
+        ratio = statistics.median(ratios)
+        recorder.add(f"load, {state}, on over off", Times(ratios, ratios), "x")
+        print(f"{state}: {ratio:.3f} ({min(ratios):.3f} to {max(ratios):.3f}) x without digests")
+        if state == "cold" and ratio > DIGESTS_TARGET:
+            wrong.append(f"{state}: {ratio:.3f} x without digests")
+    return wrong
+
+
 def judge(sides: Sides) -> list[str]:
     """What is not as it must be."""
     wrong = []
@@ -143,26 +178,39 @@ def record(sides: Sides, recorder: Recorder) -> None:
         recorder.add(f"first token, {name}", Times(firsts, times.cpu), "s")
 
 
+def against(path: Path, before: Path, runs: int, recorder: Recorder) -> list[str]:
+    """Loads of this version and of the one in the folder ``before``; what is not as it must be."""
+    sides = Sides(path, before)
+    for name in sides.options:  # kernels are compiled on first use
+        sides.one(name)
+    for _ in range(runs):
+        sides.turn()
+    record(sides, recorder)
+    return judge(sides)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE.hfq")
     parser.add_argument("--before", default=BEFORE, metavar="COMMIT")
     parser.add_argument("--layers", type=int, default=1, metavar="N")
     parser.add_argument("--runs", type=int, default=RUNS, metavar="N")
+    parser.add_argument("--digests", action="store_true")
     arguments = parser.parse_args()
     recorder = Recorder("load_time", sys.argv[1:])
-    with tempfile.TemporaryDirectory() as temporary, worktree(arguments.before) as before:
+    with ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory())
         path = arguments.file
         if path is None:
             path = Path(temporary) / "flash.hfq"
             flash_model.write(path, "fp4", flash_model.flash_config((4,) * arguments.layers))
-        sides = Sides(path, before)
-        for name in sides.options:  # kernels are compiled on first use
-            sides.one(name)
-        for _ in range(arguments.runs):
-            sides.turn()
-        record(sides, recorder)
-        wrong = judge(sides)
+            if arguments.digests:
+                flash_model.put_receipt(path)
+        if arguments.digests:
+            wrong = digests(path, arguments.runs, recorder)
+        else:
+            before = stack.enter_context(worktree(arguments.before))
+            wrong = against(path, before, arguments.runs, recorder)
     recorder.write()
     if wrong:
         raise SystemExit("\n".join(wrong))

@@ -41,7 +41,8 @@ from benchmarks.paging_reads import digests_of
 from ds4q.artifact.hfq import Reader
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.streams import TO_DEVICE
-from ds4q.runtime.device import expert_cache, transport
+from ds4q.runtime import digests
+from ds4q.runtime.device import transport
 from ds4q.runtime.device.engine import HipEngine
 from ds4q.runtime.device.paging import DevicePaging
 from ds4q.runtime.engine import checked_config
@@ -145,7 +146,7 @@ class Bench:
             self.config = checked_config(reader)
             self.identity = artifact_identity(reader)
             vouched = digests_of(reader)  # every expert that is read is compared, as with a receipt
-        expert_cache.Digests.of = lambda *_, **options: vouched  # type: ignore[method-assign]
+        digests.Digests.of = lambda *_, **options: vouched  # type: ignore[method-assign]
         random = np.random.default_rng(5)
         vocab = self.config.vocab_size
         self.prompt = random.integers(2, vocab, PROMPT_TOKENS).tolist()

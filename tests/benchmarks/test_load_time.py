@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import load_time
+from benchmarks.harness import Recorder
 from benchmarks.load_time import Sides, judge
 from ds4q.artifact.hfq import Reader
 from ds4q.runtime.gates.loading import Load
@@ -63,3 +65,24 @@ def test_a_paged_load_that_reads_an_expert_or_dawdles_is_told(sides: Sides) -> N
     assert judge(sides) == [f"{name}: 1.225 x a plain read of what it reads"]
     change(sides, name, seconds=4.0, reads=sides.loads["before"][0].reads)
     assert judge(sides) == [f"{name}: 192 reads of experts, 0 bytes twice"] * 2
+
+
+@pytest.mark.parametrize(("costs", "red"), [(1.02, 0), (1.05, 1)])
+def test_digests_are_judged_by_pairs_of_cold_loads(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch, costs: float, red: int
+) -> None:
+    """Each pair drifts alike, by far more than digests may cost."""
+    drift = iter([1.0, 1.0, 5.0, 5.0, 1.0, 1.0, 3.0, 3.0] * 2)
+    sides = []
+
+    def measure(path: Path, *, threads: int, cache: dict[str, bool]) -> Load:
+        sides.append(cache.get("check_reads", True))
+        nothing = np.empty((0, 3), np.int64)
+        seconds = next(drift) * (costs if sides[-1] else 1)
+        return Load(seconds, 1, 1, nothing, nothing, None)
+
+    monkeypatch.setattr(load_time, "measure", measure)
+    monkeypatch.setattr(load_time, "drop", lambda path: True)
+    wrong = load_time.digests(tiny_artifact, 3, Recorder("load_time", []))
+    assert len(wrong) == red
+    assert sides[:4] == [False, True, True, False]  # in turn, not always one side first
