@@ -14,6 +14,7 @@ import errno
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -215,7 +216,7 @@ def write_whole(
     try:
         with open(fd, "wb") as file:
             if kept is not None:
-                os.fchmod(file.fileno(), kept)
+                _keep_mode(file.fileno(), kept)
             file.write(data.encode("utf-8") if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -223,6 +224,15 @@ def write_whole(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _keep_mode(fd: int, mode: int) -> None:
+    """Set permissions, where the file system has any: FAT and some shared folders have not."""
+    try:
+        os.fchmod(fd, mode)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+            raise
 
 
 def create(path: Path, data: bytes, *, mode: int = 0o666) -> int:
@@ -347,9 +357,32 @@ def file_identity(path: Path) -> tuple[int, int, int, int] | None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames and removals in ``folder`` durable."""
+    """Make renames and removals in ``folder`` durable, where the file system can (CIFS cannot)."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF):
+            raise
     finally:
         os.close(fd)
+
+
+# --- what not every file system has --------------------------------------------------------------
+
+
+def advise(fd: int, offset: int, nbytes: int, advice: int = os.POSIX_FADV_WILLNEED) -> None:
+    """Tell the system what will be read; one that takes no advice reads all the same."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, offset, nbytes, advice)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that can still be written in ``folder``; ``sys.maxsize`` where nobody counts them."""
+    try:
+        status = os.statvfs(folder)
+    except OSError as error:
+        if error.errno in _NOT_OFFERED:
+            return sys.maxsize
+        raise
+    return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize

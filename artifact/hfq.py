@@ -32,6 +32,7 @@ from ds4q.artifact.errors import (
     UnknownTensorError,
     VersionError,
 )
+from ds4q.artifact.files import advise
 from ds4q.artifact.hfq2 import OFFSET_UNIT, read_tail
 from ds4q.artifact.metadata import (
     front_digest,
@@ -236,7 +237,7 @@ class Reader:
 
     def expect(self, entry: TensorEntry, start: int, nbytes: int) -> None:
         """Payload bytes that are read next: the system may bring them nearer meanwhile."""
-        os.posix_fadvise(self._fd, entry.offset + start, nbytes, os.POSIX_FADV_WILLNEED)
+        advise(self._fd, entry.offset + start, nbytes)
 
     def read(self, name: str) -> U8:
         """The whole payload of ``name`` as a fresh 1-D array."""

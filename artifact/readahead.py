@@ -16,6 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from ds4q.artifact.files import advise
+
 WITHIN_BYTES = 16 << 20  # of the item being read
 PRIME_BYTES = 256 << 20  # of each file, about what a disk reads while Python starts
 AHEAD_BYTES = 48 << 20  # of the items that come next
@@ -32,7 +34,7 @@ def prime(paths: Iterable[Path]) -> None:
         with suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                os.posix_fadvise(fd, 0, PRIME_BYTES, os.POSIX_FADV_WILLNEED)
+                advise(fd, 0, PRIME_BYTES)
             finally:
                 os.close(fd)
 
@@ -85,7 +87,7 @@ class ReadAhead:
             if (wanted - have < STEP_BYTES and wanted < lead.nbytes) or wanted <= have:
                 return
             self._advised[number] = wanted
-        os.posix_fadvise(lead.fd, lead.offset + have, wanted - have, os.POSIX_FADV_WILLNEED)
+        advise(lead.fd, lead.offset + have, wanted - have)
         if have == 0:
             for part in self._items[number][1:]:
-                os.posix_fadvise(part.fd, part.offset, part.nbytes, os.POSIX_FADV_WILLNEED)
+                advise(part.fd, part.offset, part.nbytes)

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
+import secrets
+import socket
 import struct
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact import stops
 from ds4q.artifact.errors import (
     ArtifactError,
     Ds4qError,
@@ -25,6 +31,8 @@ from ds4q.artifact.errors import (
     IndexFieldError,
     MetadataError,
 )
+from ds4q.artifact.files import NotRegularError, TooLongError, read_small
+from ds4q.artifact.files import fsync_folder as fsync_folder
 from ds4q.artifact.hfq import (
     ALIGNMENT,
     ENTRY_HEAD,
@@ -161,19 +169,13 @@ def layout(tensors: Sequence[TensorSpec], metadata_bytes: int, *, arch_id: int) 
     return Layout(header, index, tuple(entries), data_offset, at)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make renames and removals in ``folder`` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def write_durably(path: Path, data: bytes, *, new: bool = False) -> None:
+    """Write ``data`` to ``path`` and force it to the disk; not atomic.
 
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` and force it to the disk; not atomic."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o666)
+    ``new`` refuses a path that exists, with ``FileExistsError``.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC)
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         view = memoryview(data)
         while view:
@@ -181,6 +183,109 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# What a file system answers that has no flock: old Lustre and NFS mounts, some of FUSE.
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
+_LOCK_BYTES = 1024
+_TURN_S = 0.05
+
+
+class FileLock:
+    """A lock on an open file or folder, of one process at a time; released by ``release``.
+
+    Where the file system has no ``flock``, the file ``PATH.lock`` is the lock: made exclusively,
+    with host and process in it. One that a process of this host left behind is removed.
+
+    Parameters
+    ----------
+    path : where ``fd`` was opened
+    wait : wait for whoever has the lock
+
+    Raises
+    ------
+    LockedError : another process has it, and ``wait`` is not set
+    """
+
+    def __init__(self, fd: int, path: Path, *, wait: bool = False) -> None:
+        self._file: Path | None = None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise LockedError(path=path) from None
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                error.filename = str(path)
+                raise
+            self._make(path.with_name(path.name + ".lock"), path, wait)
+
+    def release(self) -> None:
+        """Remove a lock file; a lock of the file itself goes with its descriptor."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.unlink(missing_ok=True)
+            self._file = None
+
+    def _make(self, file: Path, path: Path, wait: bool) -> None:
+        while True:
+            with stops.held():
+                try:
+                    write_durably(file, _holder(os.getpid()), new=True)
+                    self._file = file
+                    return
+                except FileExistsError:
+                    pass
+                except OSError as error:
+                    file.unlink(missing_ok=True)
+                    error.filename = str(file)
+                    raise
+            if not _remove_stale(file):
+                if not wait:
+                    raise LockedError(
+                        path=path,
+                        found=f"the lock {file}",
+                        remedy="wait; if no ds4q on any machine writes this file, remove the lock",
+                    )
+                time.sleep(_TURN_S)
+
+
+def _holder(pid: int) -> bytes:
+    """What a lock file says of process ``pid`` of this host; empty where there is no such process.
+
+    The time of its start is part of it, since numbers are used again.
+    """
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return b""
+    return json.dumps(_host() | {"pid": pid, "started": started}).encode()
+
+
+def _host() -> dict[str, str]:
+    """What the numbers of processes are of: host and container."""
+    space = os.readlink("/proc/self/ns/pid")
+    return {"ds4q": "lock", "host": socket.gethostname(), "processes": space}
+
+
+def _remove_stale(file: Path) -> bool:
+    """Whether a lock file was gone, or belonged to a process of this host that has ended."""
+    try:
+        found = read_small(file, _LOCK_BYTES, follow=False)
+        who = json.loads(found)
+        here = all(who[key] == value for key, value in _host().items())
+        if not here or _holder(int(who["pid"])) == found:
+            return False
+        aside = file.with_name(f".ds4q-{secrets.token_hex(8)}.part")
+        os.rename(file, aside)  # of those who find it stale, one
+        if aside.read_bytes() != found:  # another has just made its own
+            os.rename(aside, file)
+            return False
+        aside.unlink()
+    except FileNotFoundError:
+        return True
+    except (NotRegularError, TooLongError, ValueError, TypeError, KeyError):
+        return False
+    return True
 
 
 class PartialFile:
@@ -199,16 +304,28 @@ class PartialFile:
         self.file_bytes = file_bytes
         # Not through a link: somebody could lead the bytes of a shared folder elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.fd = os.open(self.path, flags, 0o666)
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The holder may have given the file its final name between our open and our lock.
-            same = os.path.samestat(os.fstat(self.fd), os.stat(self.path))
-        except (BlockingIOError, FileNotFoundError):
-            same = False
-        if not same:
-            os.close(self.fd)
-            raise LockedError(path=self.path)
+        with stops.held():
+            try:
+                self.fd, made = os.open(self.path, flags | os.O_EXCL, 0o666), True
+            except FileExistsError:
+                self.fd, made = os.open(self.path, flags, 0o666), False
+            try:
+                self._lock = FileLock(self.fd, self.path)
+                # The holder may have given the file its final name between our open and our lock.
+                if not self._has_name():
+                    self._lock.release()
+                    raise LockedError(path=self.path)
+            except BaseException as error:
+                os.close(self.fd)
+                if made and not isinstance(error, LockedError):
+                    with suppress(OSError):
+                        self.path.unlink(missing_ok=True)
+                raise
+
+    def _has_name(self) -> bool:
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
+        return False
 
     def allocate(self) -> None:
         """Give the file its final length; bytes that were not written read as zeros."""
@@ -240,8 +357,9 @@ class PartialFile:
     def close(self) -> None:
         """Release the lock; the file stays."""
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            fd, self.fd = self.fd, -1
+            self._lock.release()
+            os.close(fd)
 
     def discard(self) -> None:
         """Remove the partial file."""

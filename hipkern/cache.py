@@ -6,7 +6,6 @@ Knows neither what is built nor for which device.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from ds4q.artifact.writer import FileLock
 from ds4q.hipkern.errors import HipError, HipLibraryError
 
 NO_ROOM = "No space left on device"  # as compilers and linkers tell ENOSPC
@@ -49,10 +49,14 @@ def libraries(home: Path, names: Iterable[str], make: Callable[[Path], None]) ->
         return home
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{home}.lock", "wb") as turn:
-            fcntl.flock(turn, fcntl.LOCK_EX)  # who comes second finds what the first has built
-            if not _whole(home, names):
-                _build(home, names, make)
+        turn = home.with_name(f"{home.name}.lock")
+        with open(turn, "wb") as file:
+            lock = FileLock(file.fileno(), turn, wait=True)
+            try:  # who comes second finds what the first has built
+                if not _whole(home, names):
+                    _build(home, names, make)
+            finally:
+                lock.release()
     except OSError as error:
         raise _not_kept(error, home.parent) from None
     return home

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ds4q.artifact import stops
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError, Ds4qError
+from ds4q.artifact.files import free_bytes
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
@@ -245,8 +246,7 @@ class Job:
         tensors = sum(len(output.layout.entries) for output in self.plan.outputs)
         needed = self.plan.file_bytes + tensors * RECEIPT_BYTES_PER_TENSOR
         held = sum(p.stat().st_blocks * 512 for p in map(_partial, self._targets()) if p.exists())
-        status = os.statvfs(self.out.parent)
-        free = status.f_bavail * status.f_frsize
+        free = free_bytes(self.out.parent)
         if needed > free + held:
             raise SpaceError(
                 path=self.out.parent,

@@ -6,7 +6,6 @@ quantization, recipe, sidecars. Removes nothing, and copies no artifact.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import shlex
@@ -21,7 +20,7 @@ from ds4q.artifact.check import check_structure, own_metadata
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check
 from ds4q.artifact.whole import write_whole
-from ds4q.artifact.writer import fsync_folder
+from ds4q.artifact.writer import FileLock, fsync_folder
 from ds4q.registry.arch import ARCH_NAMES, MIXED, quant_for
 from ds4q.registry.entries import (
     SCHEMA_VERSION,
@@ -377,8 +376,11 @@ def _locked(local: Path) -> Iterator[None]:
     local.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(local.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        lock = FileLock(fd, local.parent / "registry", wait=True)
+        try:
+            yield
+        finally:
+            lock.release()
     finally:
         os.close(fd)
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from ds4q.artifact.files import free_bytes
 from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile, fsync_folder, write_durably
 from ds4q.registry.errors import ExistsError, SpaceError, UnfinishedError
 
@@ -188,8 +189,7 @@ def _check_place(path: Path) -> None:
 
 def check_room(folder: Path, needed_bytes: int) -> None:
     """Raise ``SpaceError`` unless the disk of ``folder`` has so many bytes free."""
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
+    free = free_bytes(folder)
     if needed_bytes > free:
         raise SpaceError(path=folder, expected=f"{needed_bytes:,} bytes", found=f"{free:,} bytes")
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+from ds4q.artifact import stops
+from ds4q.artifact.files import free_bytes
 from ds4q.artifact.hfq import U8, flat
 from ds4q.artifact.writer import PARTIAL_SUFFIX, WriteError, fsync_folder
 from ds4q.quantize.export.plan import PlannedFile
@@ -52,25 +54,25 @@ class Staging:
         self._published = False
 
     def __enter__(self) -> Staging:
-        status = os.statvfs(self._out.parent)
-        free = status.f_bavail * status.f_frsize
+        free = free_bytes(self._out.parent)
         if self._nbytes > free:
             raise SpaceError(
                 path=self._out.parent, expected=f"{self._nbytes:,} bytes", found=f"{free:,} bytes"
             )
-        with self._writing():
+        with stops.held():
+            with self._writing():
+                try:
+                    self._folder.mkdir()
+                except FileExistsError:
+                    remedy = "if no other export to this place is running, remove it and try again"
+                    raise UnfinishedError(
+                        "an unfinished export lies here", path=self._folder, remedy=remedy
+                    ) from None
             try:
-                self._folder.mkdir()
-            except FileExistsError:
-                remedy = "if no other export to this place is running, remove it and try again"
-                raise UnfinishedError(
-                    "an unfinished export lies here", path=self._folder, remedy=remedy
-                ) from None
-        try:
-            self._create()
-        except BaseException:
-            self._discard()
-            raise
+                self._create()
+            except BaseException:
+                self._discard()
+                raise
         return self
 
     def __exit__(
@@ -135,5 +137,6 @@ class Staging:
 
     def _discard(self) -> None:
         """Remove what this export began; failing at that must not hide what went wrong first."""
-        self._close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with stops.held():
+            self._close()
+            shutil.rmtree(self._folder, ignore_errors=True)

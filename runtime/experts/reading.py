@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.artifact.errors import PayloadValueError, TruncatedError
+from ds4q.artifact.files import advise
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.runtime.digests import Digests
 from ds4q.runtime.errors import CacheError, DigestError, ExpertReadError
@@ -137,7 +138,7 @@ class ExpertReader:
             self._buffered = reader.reopen()
             self._probe = reader.reopen()
             # Without it, asking for one page that is not cached would read ahead megabytes.
-            os.posix_fadvise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
+            advise(self._probe, 0, 0, os.POSIX_FADV_RANDOM)
             self._direct = self._open_direct(reader)
         except BaseException:
             self._close_files()

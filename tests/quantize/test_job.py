@@ -258,7 +258,7 @@ def test_too_little_space_is_refused_before_work(
     promised = models.run(source, folder / "x.hfq", dry_run=True).plan.file_bytes
 
     class Disk:
-        f_frsize = 1
+        f_blocks = f_frsize = 1
         f_bavail = promised
 
     monkeypatch.setattr(os, "statvfs", lambda path: Disk())

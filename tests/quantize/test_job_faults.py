@@ -188,7 +188,7 @@ def test_a_disk_that_fills_up_meanwhile(
     source: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Disk:
-        f_bavail, f_frsize = 1 << 30, 4096
+        f_blocks, f_bavail, f_frsize = 1, 1 << 30, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda path: Disk())
     with pytest.raises(WriteError, match="No space left on device; the job needs"):

@@ -184,7 +184,7 @@ def test_space_is_not_asked_for_again_when_only_renames_are_left(
     real = os.statvfs
 
     class Full:
-        f_bavail, f_frsize = 0, 4096
+        f_blocks, f_bavail, f_frsize = 1, 0, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full())
     models.run(source, out, resume=True)

@@ -607,7 +607,7 @@ def test_nothing_is_written_through_a_link(server: Server, digest: str, tmp_path
 def test_room_is_checked_before_anything_is_fetched(
     server: Server, digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = SimpleNamespace(f_bavail=SIZE // 4096, f_frsize=4096)
+    room = SimpleNamespace(f_blocks=1, f_bavail=SIZE // 4096, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: room)
     error = check_refused(
         SpaceError, lambda: fetch(wanted(server, digest), tmp_path / "a.fp4"), path=tmp_path

@@ -333,7 +333,7 @@ def test_room_for_all_files_is_checked_first(
     entry: Entry, server: Server, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Room:
-        f_bavail, f_frsize = (entry.size_bytes or 0) // 512, 512
+        f_blocks, f_bavail, f_frsize = 1, (entry.size_bytes or 0) // 512, 512
 
     monkeypatch.setattr("os.statvfs", lambda path: Room)
     check_refused(SpaceError, lambda: pull(entry, models), path=models)
