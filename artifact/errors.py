@@ -7,16 +7,57 @@ A class stands for one broken rule; an instance carries where (``path``, ``tenso
 
 from __future__ import annotations
 
+import io
 from typing import Any, ClassVar, Self
+
+MAX_VALUE = 500
+"""Characters of ``tensor``, ``expected`` and ``found`` that a message shows."""
+
+MAX_WORDS = 2000
+"""Characters of ``what`` and ``remedy`` that a message shows: they may quote a file, too."""
+
+MAX_PATH = 4096
+"""Characters of ``path`` that a message shows."""
 
 
 def one_line(text: str) -> str:
-    """``text`` without line breaks and escapes, whatever the file held: they become ``\\xNN``."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    """``text`` as one line without anything that a terminal obeys or that hides other text.
+
+    Control characters (C0, C1), bidirectional controls, zero-width characters and line separators
+    become ``\\xNN``, ``\\uNNNN`` or ``\\UNNNNNNNN``; so does a byte of a file name that is not
+    UTF-8, as ``\\xNN``. Everything foreign that reaches a terminal or a log passes through here.
+    """
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # how Python carries a byte that is not UTF-8
+        code -= 0xDC00
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def cut(text: str, limit: int = MAX_VALUE) -> str:
+    """``text`` up to ``limit`` characters; of a longer text the beginning and the length."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+
+
+def escape_unencodable(*streams: Any) -> None:
+    """Let text streams escape characters that their encoding lacks, instead of failing."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Ds4qError(Exception):
-    """A broken rule, told in one line: ``path: tensor: what: expected X, found Y; remedy``.
+    """A broken rule as one line: ``path: tensor: what: expected X, found Y; remedy``.
+
+    The line shows at most ``MAX_VALUE`` characters of each value, ``MAX_WORDS`` of ``what`` and of
+    ``remedy`` and ``MAX_PATH`` of the path; the attributes keep the whole values.
 
     Parameters
     ----------
@@ -60,17 +101,18 @@ class Ds4qError(Exception):
         )
 
     def _message(self) -> str:
-        where = "".join(f"{part}: " for part in (self.path, self.tensor) if part)
+        where = f"{cut(self.path, MAX_PATH)}: " if self.path else ""
+        where += f"{cut(self.tensor)}: " if self.tensor else ""
         seen = []
         if self.expected is not None:
-            seen.append(f"expected {self.expected}")
+            seen.append(f"expected {cut(str(self.expected))}")
         if self.found is not None:
-            seen.append(f"found {self.found}")
-        text = where + self.what
+            seen.append(f"found {cut(str(self.found))}")
+        text = where + cut(self.what, MAX_WORDS)
         if seen:
             text += ": " + ", ".join(seen)
         if self.remedy:
-            text += "; " + self.remedy
+            text += "; " + cut(self.remedy, MAX_WORDS)
         return one_line(text)
 
 

@@ -10,20 +10,20 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.etree import ElementTree
 
-from ds4q.artifact.errors import Ds4qError, one_line
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from ds4q.artifact.errors import MAX_WORDS, Ds4qError, cut, one_line
 
 MAX_LISTED = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One thing that is wrong and where; ``None`` where a coordinate does not apply."""
+    """One thing that is wrong and where; ``None`` where a coordinate does not apply.
+
+    ``expected`` and ``found`` are cut as in a ``Ds4qError``'s line.
+    """
 
     message: str
     tensor: str | None = None
@@ -35,6 +35,12 @@ class Failure:
     expected: str | int | None = None
     found: str | int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("expected", "found"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, cut(value))
+
     @classmethod
     def of(cls, error: Ds4qError, message: str, **where: Any) -> Failure:
         """A failure with the tensor and the values of ``error``."""
@@ -44,12 +50,13 @@ class Failure:
 
     def line(self) -> str:
         """The failure in one line, for people."""
-        where = [self.tensor] if self.tensor else []
+        where = [cut(self.tensor)] if self.tensor else []
         for label in ("layer", "expert", "projection", "row", "block"):
             value = getattr(self, label)
             if value is not None:
                 where.append(f"{label} {value}")
-        text = f"{', '.join(where)}: {self.message}" if where else self.message
+        message = cut(self.message, MAX_WORDS)
+        text = f"{', '.join(where)}: {message}" if where else message
         values = [
             f"{label} {value}"
             for label, value in (("expected", self.expected), ("found", self.found))
@@ -169,23 +176,21 @@ class Report:
         """Every listed failure in a line, ``check: where: what``, and how many are not listed."""
         return [f"{check.name}: {line}" for check in self.checks for line in check.lines()]
 
-    def table(self) -> Table:
-        """The checks as a table for people; failures are listed by the caller."""
-        from rich.markup import escape
-        from rich.table import Table  # rich is slow to import and only people need it
-
-        table = Table("check", "result", "seconds", "figures", box=None, pad_edge=False)
-        for check in self.checks:
-            figures = ", ".join(
-                f"{key} {_short(value)}"
-                for key, value in check.figures.items()
-                if value is not None and not isinstance(value, (dict, list))
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Name, result, seconds and figures of each check, as a table for people shows them."""
+        return [
+            (
+                check.name,
+                "ok" if check.ok else f"FAILED ({check.count:,})",
+                f"{check.seconds:.2f}",
+                ", ".join(
+                    f"{key} {_short(value)}"
+                    for key, value in check.figures.items()
+                    if value is not None and not isinstance(value, (dict, list))
+                ),
             )
-            result = "[green]ok[/]" if check.ok else f"[red]FAILED ({check.count:,})[/]"
-            table.add_row(
-                escape(check.name), result, f"{check.seconds:.2f}", escape(one_line(figures))
-            )
-        return table
+            for check in self.checks
+        ]
 
 
 def junit(reports: Iterable[Report]) -> str:
@@ -202,4 +207,4 @@ def _short(figure: Any) -> str:
     """A figure as people read it; the JSON has all its digits."""
     if type(figure) is int:
         return f"{figure:,}"
-    return f"{figure:.6g}" if isinstance(figure, float) else str(figure)
+    return f"{figure:.6g}" if isinstance(figure, float) else cut(str(figure))

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ds4q.artifact.errors import escape_unencodable
 from ds4q.hipkern.build import BASE_OPTIONS, first_error, label
 from ds4q.hipkern.codeobject import Kernel, inspect
 from ds4q.hipkern.driver import BUILT_ARCHS
@@ -166,6 +167,7 @@ def main(arguments: Sequence[str] | None = None, folder: Path = FOLDER) -> int:
     parser.add_argument("--output", type=Path, help="keep the code objects in this folder")
     parser.add_argument("--jobs", type=int, help="compilers at a time (all cores)")
     asked = parser.parse_args(arguments)
+    escape_unencodable(sys.stdout, sys.stderr)
     wanted = [
         (load(file, folder), defines)
         for file, defines in builds(folder)

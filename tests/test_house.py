@@ -62,6 +62,31 @@ def test_packages_export_few_names() -> None:
     assert not found, found
 
 
+WRITERS = {
+    "ds4q/cli/common.py",  # the one place: it neutralises what is foreign
+    "ds4q/__main__.py",  # before the command line is imported
+    "hipkern/objects.py",  # own commands, of names and errors that are one line
+    "hipkern/selftest/__main__.py",
+    "runtime/gates/asking.py",  # JSON from a child process
+    "runtime/gates/loading.py",
+}
+TO_TERMINAL = (
+    "print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write",
+    "sys.stdout.buffer.write", "warnings.warn", "Console",
+)  # fmt: skip
+
+
+def test_one_place_writes_to_the_terminal() -> None:
+    found = [
+        f"{path}:{node.lineno}: {ast.unparse(node.func)}"
+        for path, _, tree in modules()
+        if str(path) not in WRITERS
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in TO_TERMINAL
+    ]
+    assert not found, "write through ds4q/cli/common.py: " + ", ".join(found)
+
+
 def test_nothing_is_left_open() -> None:
     marks = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
     found = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ import click
 
 from ds4q import __version__
 from ds4q.artifact import stops
-from ds4q.artifact.errors import one_line
-from ds4q.cli.common import VERBOSE, UserPath, say
+from ds4q.artifact.errors import MAX_PATH, cut, escape_unencodable
+from ds4q.cli.common import VERBOSE, UserPath, say, say_traceback
 
 COMMANDS = {
     "quantize": "Turn a DeepSeek-V4 checkpoint into an HFQ artifact.",
@@ -75,8 +76,10 @@ class Ds4q(click.Group):
             try:
                 status = super().main(*args, **kwargs)
             except click.ClickException as error:
-                with suppress(OSError):
-                    error.show()
+                words = io.StringIO()
+                error.show(file=words)
+                for each in words.getvalue().rstrip("\n").split("\n"):  # it quotes arguments
+                    say(each)
                 status = error.exit_code
             except click.Abort:
                 status = EXIT_INTERRUPTED
@@ -127,10 +130,9 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
         text = f"internal error: {type(error).__name__}: {error}; this is a bug in ds4q: please "
         text += "report it with the lines above" if verbose else "report it with what -v adds"
         if verbose:
-            import traceback
-
-            say("".join(traceback.format_exception(error)).rstrip())
-    say(f"ds4q: error: {one_line(text)}")
+            say_traceback(error)
+        text = cut(text, MAX_PATH)
+    say(f"ds4q: error: {text}")
     return EXIT_FAILED
 
 
@@ -162,6 +164,7 @@ def _standard_streams() -> Iterator[None]:
         if getattr(sys, name) is None:  # Python's word for a stream that was closed at start
             mode = "w" if number else "r"
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    escape_unencodable(sys.stdout, sys.stderr)  # an encoding is never why a job fails
     try:
         yield
     finally:

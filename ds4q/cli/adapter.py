@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -125,8 +124,8 @@ def train_command(
     if as_json:
         common.emit_json(document)
         return
-    click.echo(
-        f"{one_line(str(output))}: {len(adapter.entries)} layers of {adapter.experts} experts, "
+    common.line(
+        f"{output}: {len(adapter.entries)} layers of {adapter.experts} experts, "
         f"rank {adapter.rank}, {document['tokens']:,} tokens, {document['seconds']:.1f} s"
     )
 
@@ -182,24 +181,22 @@ def eval_command(
 
 
 def _print(found: Evaluation) -> None:
-    from rich.table import Table
-
-    click.echo(
+    common.line(
         f"{found.tokens:,} tokens, {found.layers} layers, {found.top_k} experts chosen in each"
     )
-    table = Table(
-        "predictor", "rank", "M", "recall", "covers", "wasted", "late", "fetches", box=None
-    )
-    for predictor in found.predictors:
-        for each in predictor.top:
-            table.add_row(
-                predictor.name,
-                "" if predictor.rank is None else str(predictor.rank),
-                str(each.m),
-                f"{100 * each.recall:.1f} %",
-                f"{each.covers:.2f}",
-                f"{each.wasted:.2f}",
-                f"{each.late:.2f}",
-                f"{each.fetches:.2f}x",
-            )
-    common.print_table(table)
+    head = ("predictor", "rank", "M", "recall", "covers", "wasted", "late", "fetches")
+    rows = [
+        (
+            predictor.name,
+            "" if predictor.rank is None else str(predictor.rank),
+            str(each.m),
+            f"{100 * each.recall:.1f} %",
+            f"{each.covers:.2f}",
+            f"{each.wasted:.2f}",
+            f"{each.late:.2f}",
+            f"{each.fetches:.2f}x",
+        )
+        for predictor in found.predictors
+        for each in predictor.top
+    ]
+    common.print_table(head, rows)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -167,9 +167,8 @@ def profile(file: Path, output: Path, as_json: bool, quiet: bool, verbose: bool)
         )
     else:
         spread = f"{min(used)} to {max(used)}" if min(used) < max(used) else str(used[0])
-        click.echo(
-            f"{one_line(str(output))}: {len(used)} layers, {spread} experts used in each, "
-            f"digest {made.digest}"
+        common.line(
+            f"{output}: {len(used)} layers, {spread} experts used in each, digest {made.digest}"
         )
 
 
@@ -236,28 +235,22 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _print(document: dict[str, Any]) -> None:
-    from rich.table import Table  # slow to import, and JSON does not need it
-
     run, tokens = document["run"], document["tokens"]
-    click.echo(
-        f"{one_line(document['trace'])}: {tokens['prefill']:,} tokens of prompts, "
+    common.line(
+        f"{document['trace']}: {tokens['prefill']:,} tokens of prompts, "
         f"{tokens['decode']:,} generated; {run['policy']} with {run['slots']} slots a layer"
         f"{_of_rank(run['owned'], run['experts'])}, reproduced exactly"
     )
     for phase, counts in run["counters"].items():
         told = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in counts.items())
-        click.echo(f"  {phase}: {told}")
+        common.line(f"  {phase}: {told}")
     rows = [_shown(row) for row in document["replays"]]
-    table = Table(box=None, pad_edge=False)
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-    before = rows[0]["slots"]
-    for row in rows:
-        if row["slots"] != before:
-            table.add_section()
-        before = row["slots"]
-        table.add_row(*row.values())
-    common.print_table(table)
+    shown: list[Sequence[str] | None] = []
+    for before, row in zip([rows[0], *rows], rows, strict=False):
+        if row["slots"] != before["slots"]:
+            shown.append(None)
+        shown.append(tuple(row.values()))
+    common.print_table(tuple(rows[0]), shown, left=["policy"])
 
 
 def _page(document: dict[str, Any], seconds: float) -> str:

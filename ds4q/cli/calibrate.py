@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def command(
 
 
 def _print(done: Calibration) -> None:
-    click.echo(
-        f"{one_line(done.output)}: {done.layers} layers of {done.experts} experts, "
+    common.line(
+        f"{done.output}: {done.layers} layers of {done.experts} experts, "
         f"{done.tokens:,} tokens in {done.windows:,} windows, {done.seconds:.1f} s"
     )

@@ -14,12 +14,10 @@ import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-import click
-
 from ds4q.artifact import stops
-from ds4q.artifact.errors import Ds4qError, one_line
+from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.stops import Terminated
-from ds4q.cli.common import say
+from ds4q.cli.common import say, visible, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +34,6 @@ HELP = """\
 Ctrl-C stops an answer. A line that ends in \\ goes on in the next one; pasted lines are one."""
 _COMMANDS = ("/reset", "/thinking", "/help", "/exit")
 _LIKE_A_COMMAND = re.compile(r"/[A-Za-z]+")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LABEL = "thinking: "
 
 
@@ -86,7 +83,7 @@ class Chat:
             try:
                 self._answer(text)
             except Ds4qError as error:
-                say(f"ds4q: error: {one_line(str(error))}")
+                say(f"ds4q: error: {error}")
             except Terminated:
                 raise
             except KeyboardInterrupt:
@@ -99,13 +96,13 @@ class Chat:
             try:
                 text = self._read()
             except EOFError:
-                _write("\n")
+                write_text("\n")
                 return
             except Terminated:
                 raise
             except KeyboardInterrupt:
                 stops.go_on()
-                _write("\n")
+                write_text("\n")
                 say("Ctrl-D or /exit ends the chat.")
                 continue
             words = text.split()
@@ -147,7 +144,7 @@ class Chat:
         elif word == "/thinking":
             self._note(self._reasoning.strip() or "there was none")
         else:
-            _write(HELP + "\n")
+            write_text(HELP + "\n")
 
     def _answer(self, text: str) -> None:
         thoughts = _Thoughts(self._style)
@@ -155,16 +152,16 @@ class Chat:
         try:
             with closing(self._conversation.ask(text)) as pieces:
                 for piece in pieces:
-                    thoughts.add(_visible(piece.reasoning))
-                    if content := _visible(piece.content):
+                    thoughts.add(visible(piece.reasoning))
+                    if content := visible(piece.content):
                         thoughts.fold(self._conversation.reasoning_tokens)
-                        _write(content)
+                        write_text(content)
                         last = content
         finally:
             thoughts.fold(self._conversation.reasoning_tokens)
             self._reasoning = thoughts.text
             if not last.endswith("\n"):
-                _write("\n")
+                write_text("\n")
         if (finished := self._conversation.finished) is not None:
             self._tell(finished)
 
@@ -181,10 +178,10 @@ class Chat:
             f"{made:,} tokens{rate}, the first after {first_s:.2f} s; "
             f"prompt: {finished.prompt_tokens:,} tokens, {finished.cached_tokens:,} of them cached"
         )
-        say(self._style.dim(line))
+        say(line, style=self._style.dim)
 
     def _note(self, text: str) -> None:
-        _write(self._style.dim(text) + "\n")
+        write_text(self._style.dim(text) + "\n")
 
 
 class _Style:
@@ -216,9 +213,9 @@ class _Thoughts:
             return
         self.text += text
         if self._style.escapes:
-            _write("\r\x1b[K" + self._style.dim(_LABEL + self._tail()))
+            write_text("\r\x1b[K" + self._style.dim(_LABEL + self._tail()))
         elif self._folded:
-            _write(_LABEL.rstrip(": ") + "\n")
+            write_text(_LABEL.rstrip(": ") + "\n")
         self._folded = False
 
     def _tail(self) -> str:
@@ -238,14 +235,4 @@ class _Thoughts:
         self._folded = True
         seconds = time.monotonic() - self._began
         line = f"thought for {seconds:.1f} s, {tokens:,} tokens; /thinking shows it"
-        _write(("\r\x1b[K" if self._style.escapes else "") + self._style.dim(line) + "\n")
-
-
-def _visible(text: str) -> str:
-    """``text`` without what a terminal would obey: a model's answer may spell escapes."""
-    return _CONTROLS.sub("\ufffd", text.replace("\r", ""))
-
-
-def _write(text: str) -> None:
-    if text:
-        click.echo(text.encode("utf-8"), nl=False)  # UTF-8 whatever the locale says
+        write_text(("\r\x1b[K" if self._style.escapes else "") + self._style.dim(line) + "\n")

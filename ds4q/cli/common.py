@@ -1,7 +1,8 @@
-"""Owns what commands share: options, sizes, progress, JSON out, last words. No command's work.
+"""What commands share: output, options, sizes, progress, last words. No command's work.
 
 Standard output carries results only; whatever is for people's eyes while they wait goes to
-standard error, and losing standard error never ends a job.
+standard error, and losing standard error never ends a job. Commands write through the functions of
+this module alone: names and values from files and servers cannot send controls to the terminal.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from decimal import Decimal
 from pathlib import Path
@@ -21,11 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ds4q.artifact.errors import one_line
+from ds4q.artifact.errors import MAX_PATH, cut, one_line
 from ds4q.artifact.places import expanded
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from ds4q.artifact.report import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,19 +40,61 @@ RATE_OVER_LINES = 10
 PLAIN_TABLE_WIDTH = 200
 MARK_WITHIN_BYTES = 4096
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What a model's text may not send to a terminal: all controls but newline and tab, and what
+reorders the text after it. Joiners and direction marks belong to some languages, and stay."""
 
-# --- words ------------------------------------------------------------------------------------
+
+# --- output -----------------------------------------------------------------------------------
 
 
-def say(text: str) -> None:
-    """Write a line to stderr; a stderr that is gone or full is no reason to fail."""
+def line(text: str) -> None:
+    """Write one line of a result to stdout, see ``one_line``."""
+    click.echo(one_line(text), file=sys.stdout)  # by its name: else click writes UTF-8 as ASCII
+
+
+def lines(text: str) -> None:
+    """Write a result of several lines to stdout; what is foreign in it has no line breaks."""
+    for each in text.removesuffix("\n").split("\n"):
+        line(each)
+
+
+def write_text(text: str) -> None:
+    """Write ``text`` as it is to stdout, in UTF-8 whatever the locale says.
+
+    For a terminal, a model's text is made ``visible`` first; into a pipe or file its bytes go
+    unchanged.
+    """
+    if text:
+        click.echo(text.encode("utf-8"), nl=False)
+
+
+def visible(text: str) -> str:
+    """``text`` of a model without what a terminal would obey: that becomes U+FFFD."""
+    return _CONTROLS.sub("\ufffd", text.replace("\r", ""))
+
+
+def say(text: str, *, style: Callable[[str], str] = str, newline: bool = True) -> None:
+    """Write one line to stderr; a stderr that is gone or full is no reason to fail.
+
+    Parameters
+    ----------
+    style : adds the terminal's own escapes
+    newline : end the line; else it waits for an answer
+    """
     with suppress(OSError):  # by its name: above a bar, if there is one
-        click.echo(text, file=sys.stderr)
+        click.echo(style(one_line(text)), nl=newline, file=sys.stderr)
+
+
+def say_traceback(error: BaseException) -> None:
+    """Write the traceback of ``error`` to stderr."""
+    for each in "".join(traceback.format_exception(error)).rstrip().split("\n"):
+        say(each)
 
 
 def warn(text: str) -> None:
     """Write a warning to stderr; ``--quiet`` does not hide it."""
-    say(f"ds4q: warning: {one_line(text)}")
+    say(f"ds4q: warning: {cut(text, MAX_PATH)}")
 
 
 def emit_json(document: dict[str, Any]) -> None:
@@ -261,6 +305,7 @@ def progress(
     unit : ``"bytes"``, or the plural of what is counted
     quiet : show nothing
     """
+    label = one_line(label)
     if quiet:
         yield lambda amount: None
     elif _stderr_can_redraw():
@@ -372,9 +417,48 @@ def _bar(label: str, total: int, unit: str) -> Iterator[Advance]:
         yield lambda amount: columns.advance(task, amount)
 
 
-def print_table(table: Table) -> None:
-    """Print a rich table on stdout: as wide as it needs where nobody watches, without escapes."""
-    from rich.console import Console
+def print_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str] | None],
+    *,
+    left: Collection[str] | None = None,
+    styles: Mapping[str, str] | None = None,
+) -> None:
+    """Print a table on stdout: as wide as it needs where nobody watches, without escapes.
 
+    Parameters
+    ----------
+    head : names of the columns
+    rows : cells; None is a gap between sections
+    left : columns that are flush left, the others are not; None: all of them
+    styles : word that a cell begins with -> its style on a terminal that has colours
+    """
+    from rich.console import Console  # slow to import, and only people need it
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for name in head:
+        flush_left = left is None or name in left
+        table.add_column(
+            Text(one_line(name)),
+            justify="left" if flush_left else "right",
+            no_wrap=left is not None,
+        )
+    for row in rows:
+        if row is None:
+            table.add_section()
+            continue
+        cells = []
+        for cell in row:
+            style = (styles or {}).get(cell.split(" ")[0], "")
+            cells.append(Text(one_line(cell), style=style))  # text, never markup
+        table.add_row(*cells)
     terminal = sys.stdout.isatty()
     Console(width=None if terminal else PLAIN_TABLE_WIDTH, highlight=False).print(table)
+
+
+def print_checks(report: Report) -> None:
+    """Print the checks of ``report`` as a table; failures are listed by the caller."""
+    head = ("check", "result", "seconds", "figures")
+    print_table(head, report.rows(), styles={"ok": "green", "FAILED": "red"})

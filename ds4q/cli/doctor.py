@@ -24,6 +24,7 @@ import click
 from ds4q import __version__
 from ds4q.artifact.errors import Ds4qError, one_line
 from ds4q.artifact.places import HOME_VARIABLE, home_folder
+from ds4q.cli import common
 from ds4q.cli.common import (
     amount_text,
     available_cores,
@@ -336,7 +337,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     rows += [("PROBLEM", problem) for problem in facts["problems"]]
     if facts["ok"]:
         rows.append(("verdict", "quantize, verify and run work here"))
-    return [f"{name:<10} {one_line(text)}" for name, text in rows]
+    return [f"{name:<10} {text}" for name, text in rows]
 
 
 def _compiler_text(compiler: dict[str, str | None]) -> str:
@@ -370,6 +371,7 @@ def command(ctx: click.Context, device: str, as_json: bool, quiet: bool, verbose
     if as_json:
         emit_json(facts)
     else:
-        click.echo("\n".join(lines(facts)))
+        for each in lines(facts):
+            common.line(each)
     if not facts["ok"]:
         ctx.exit(1)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -94,11 +93,11 @@ def command(
 
 def _print(done: Exported) -> None:
     document = done.document()
-    click.echo(
-        f"wrote {one_line(done.output)}: {document['bytes']:,} bytes, "
+    common.line(
+        f"wrote {done.output}: {document['bytes']:,} bytes, "
         f"{document['tensors']:,} tensors in {document['seconds']:.1f} s"
     )
     for kind, entry in document["types"].items():
-        click.echo(f"  {kind:10} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
+        common.line(f"  {kind:10} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
     for why, count in document["left_out"].items():
-        click.echo(f"left out {count:,} tensors: {why}")
+        common.line(f"left out {count:,} tensors: {why}")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -202,25 +201,23 @@ def _held(document: Document) -> str:
 
 def _print(document: Document, rows: Rows) -> None:
     held = f"{document['tensors']:,} tensors" if "tensors" in document else _held(document)
-    click.echo(
-        f"{one_line(document['path'])}: {document['kind']}, {document['bytes']:,} bytes, {held}"
-    )
+    common.line(f"{document['path']}: {document['kind']}, {document['bytes']:,} bytes, {held}")
     for name, entry in document["types"].items():
-        click.echo(f"  {name:12} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
+        common.line(f"  {name:12} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
     if "arch_id" in document:
         from ds4q.registry.arch import ARCH_NAMES
 
         number = document["arch_id"]
-        click.echo(f"  arch_id: {number}, {ARCH_NAMES.get(number, 'of no family that is known')}")
+        common.line(f"  arch_id: {number}, {ARCH_NAMES.get(number, 'of no family that is known')}")
     for key, value in document["metadata"].items():
         if isinstance(value, dict):
             value = ", ".join(
                 f"{k} {' '.join(v) if isinstance(v, dict) else v}" for k, v in sorted(value.items())
             )
-        click.echo(f"  {key}: {one_line(str(value))}")
+        common.line(f"  {key}: {value}")
     for problem in document["problems"]:
         common.warn(problem)
     for row in rows:
         shape = "x".join(map(str, row["shape"])) or "scalar"
-        name = one_line(row["name"])
-        click.echo(f"{name}  {row['type']}  {shape}  {row['bytes']:,}")
+        name = row["name"]
+        common.line(f"{name}  {row['type']}  {shape}  {row['bytes']:,}")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 from ds4q.cli.registry_own import Registration, added_document, print_added
 
@@ -226,36 +225,36 @@ def _print(summary: Summary, *, dry_run: bool, verbose: bool) -> None:
     document = summary.document()
     verb = "would write" if dry_run else "already there:" if summary.already_done else "wrote"
     for part in (document, *document["sidecars"]):
-        name = one_line(part["output"])
-        click.echo(f"{verb} {name}: {part['bytes']:,} bytes, {part['tensors']:,} tensors")
+        name = part["output"]
+        common.line(f"{verb} {name}: {part['bytes']:,} bytes, {part['tensors']:,} tensors")
         for kind, entry in part["types"].items():
-            click.echo(f"  {kind:10} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
+            common.line(f"  {kind:10} {entry['tensors']:>8,} tensors {entry['bytes']:>20,} bytes")
         if part["bpw_experts"] is not None:
-            click.echo(f"  experts    {part['bpw_experts']:.4f} bits per weight")
+            common.line(f"  experts    {part['bpw_experts']:.4f} bits per weight")
         if "sha256" in part:
-            click.echo(f"  sha256     {part['sha256']}")
+            common.line(f"  sha256     {part['sha256']}")
     if summary.budget is not None:
         if dry_run or verbose:
             for line in summary.budget.table().splitlines():
-                click.echo(one_line(line))
+                common.line(line)
         if not dry_run:
-            name = one_line(str(summary.plan.trunk.path))
-            click.echo(f"plan: {name}.plan.toml (a recipe that repeats it), {name}.plan.json")
+            name = str(summary.plan.trunk.path)
+            common.line(f"plan: {name}.plan.toml (a recipe that repeats it), {name}.plan.json")
     if document["skipped"]:
-        click.echo(f"{document['skipped']:,} source tensors left out (listed in the receipt)")
+        common.line(f"{document['skipped']:,} source tensors left out (listed in the receipt)")
         if verbose:
             for name, why in summary.plan.skipped:
-                click.echo(f"  {one_line(name)}: {why}")
+                common.line(f"  {name}: {why}")
     events = document["events"]
     if events.get("inexact"):
-        click.echo(
+        common.line(
             f"rounded {events['inexact']:,} dense values, largest error {events['max_error']:.3g}"
         )
     tensors = (tensor for receipt in summary.receipts for tensor in receipt.tensors)
     if (note := saturation_note(tensor.saturated_blocks for tensor in tensors)) is not None:
-        click.echo(note)
+        common.line(note)
     if not dry_run:
-        click.echo(
+        common.line(
             f"{document['seconds']:.1f} s"
             + (
                 f", {summary.resumed_bytes:,} bytes from an earlier run"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds4q.artifact.errors import one_line
 from ds4q.cli import common, registry_own
 from ds4q.cli.registry_shared import load, models_option, open_store, registry_option
 
@@ -100,16 +99,16 @@ def show(
     if as_json:
         common.emit_json(document)
         return
-    click.echo(f"{model.entry.tag}: {one_line(model.entry.desc)}")
+    common.line(f"{model.entry.tag}: {model.entry.desc}")
     for alias in model.aliases:
-        click.echo(f"  alias {alias}")
+        common.line(f"  alias {alias}")
     shown = {held.kind for held in model.files}
     for key, value in sorted(model.entry.raw.items()):
         if key != "desc" and key not in shown:
-            click.echo(f"  {key}: {one_line(_words(value))}")
+            common.line(f"  {key}: {_words(value)}")
     for held in _files_document(model):
         trust = f"sha256 {held['sha256']}" if held["sha256"] else "no digest was published"
-        click.echo(f"  {held['kind']} {held['file']}: {_held_words(held)}, {trust}")
+        common.line(f"  {held['kind']} {held['file']}: {_held_words(held)}, {trust}")
 
 
 @command.command("status")
@@ -145,7 +144,7 @@ def status(
         return
     for key, value in document.items():
         if key != "warnings":  # told on stderr
-            click.echo(f"{key}: {one_line(_words(value))}")
+            common.line(f"{key}: {_words(value)}")
 
 
 @command.command("card")
@@ -199,7 +198,7 @@ def card(
     if as_json:
         common.emit_json({"tag": sources.entry.tag, "card": text})
     else:
-        click.echo(text, nl=False)
+        common.lines(text)
 
 
 def _card_sources(
@@ -294,7 +293,7 @@ def pull(
     for file in pulled.files:
         trust = "unverified" if file.unverified else f"sha256 {file.sha256}"
         size = "size unknown" if file.size_bytes is None else f"{file.size_bytes:,} bytes"
-        click.echo(f"{file.state} {one_line(str(file.path))}: {file.kind}, {size}, {trust}")
+        common.line(f"{file.state} {file.path}: {file.kind}, {size}, {trust}")
 
 
 def _warn_of_memory(entry: Entry) -> None:
@@ -334,7 +333,7 @@ def update(origin: str | None, as_json: bool, quiet: bool, verbose: bool) -> Non
     if as_json:
         common.emit_json(document)
     else:
-        click.echo(f"{one_line(registry.origin)}: {document['tags']} tags, {registry.generated_at}")
+        common.line(f"{registry.origin}: {document['tags']} tags, {registry.generated_at}")
 
 
 @command.command("gen")
@@ -356,15 +355,15 @@ def gen(check: bool, refresh: bool, as_json: bool, quiet: bool, verbose: bool) -
         made = generate(check=check, refresh=refresh)
     except GenerateError as error:
         for problem in error.problems:
-            common.say(one_line(problem))
+            common.say(problem)
         raise
     if as_json:
         common.emit_json({"changed": made.changed, "diff": list(made.diff)})
     else:
         for line in made.diff:
-            click.echo(one_line(line))
+            common.line(line)
         if not made.changed:
-            click.echo("registry.json is what models.json and listing.json say")
+            common.line("registry.json is what models.json and listing.json say")
     if check and made.changed:
         click.get_current_context().exit(1)
 
@@ -427,25 +426,22 @@ def _words(value: Any) -> str:
 
 
 def _print_models(known: list[Model], others: list[Stray]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("tag", "quant", "size", "here", "file", box=None, pad_edge=False)
-    for model in known:
-        for held in model.files:
-            first = held is model.files[0]
-            table.add_row(
-                escape(model.entry.tag) if first else f"  {held.kind}",
-                escape(model.entry.quant) if first else "",
-                f"{model.entry.size_gb:g} GB" if first else "",
-                _here(held),
-                escape(one_line(held.file)),
-            )
-    common.print_table(table)
+    rows = [
+        (
+            model.entry.tag if held is model.files[0] else f"  {held.kind}",
+            model.entry.quant if held is model.files[0] else "",
+            f"{model.entry.size_gb:g} GB" if held is model.files[0] else "",
+            _here(held),
+            held.file,
+        )
+        for model in known
+        for held in model.files
+    ]
+    common.print_table(("tag", "quant", "size", "here", "file"), rows)
     for stray in others:
         fault = "" if stray.hfq else ", not readable as an HFQ file"
         own = f", with {', '.join(stray.companions)}" if stray.companions else ""
-        click.echo(one_line(f"no tag: {stray.file}, {stray.size_bytes:,} bytes{fault}{own}"))
+        common.line(f"no tag: {stray.file}, {stray.size_bytes:,} bytes{fault}{own}")
 
 
 def _here(held: Held) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 from ds4q.cli.registry_shared import load, models_option, open_store, registry_option
 
@@ -205,12 +204,12 @@ def print_added(added: Added, *, dry_run: bool = False) -> None:
     else:
         verb = "unchanged"
     size = f"{entry['size_bytes']:,} bytes"
-    click.echo(f"{verb} {added.tag}: {one_line(entry['file'])}, {entry['quant']}, {size}")
-    click.echo(f"  sha256     {entry['sha256']}")
+    common.line(f"{verb} {added.tag}: {entry['file']}, {entry['quant']}, {size}")
+    common.line(f"  sha256     {entry['sha256']}")
     for kind in ("receipt", "dspark", "mtp", "adapter"):
         if kind in entry:
-            click.echo(f"  {kind:10} {one_line(entry[kind]['file'])}")
-    click.echo(f"  in         {one_line(str(added.path))}")
+            common.line(f"  {kind:10} {entry[kind]['file']}")
+    common.line(f"  in         {added.path}")
 
 
 # ---------------------------------------------------------------- verify
@@ -310,15 +309,15 @@ def _verify_tag(report: Report, entry: Entry, store: Store, quiet: bool) -> None
 
 
 def _print_report(report: Report) -> None:
-    common.print_table(report.table())
+    common.print_checks(report)
     for check in report.checks:
         for note in check.notes:
-            click.echo(one_line(f"{check.name}: {note}"))
+            common.line(f"{check.name}: {note}")
     for check in report.checks:
         for line in check.lines():  # that name their tag, mostly
             known = line.startswith(f"{check.name}: ")
-            common.say(one_line(line if known else f"{check.name}: {line}"))
-    click.echo(f"{one_line(str(report.artifact['path']))}: {'ok' if report.ok else 'FAILED'}")
+            common.say(line if known else f"{check.name}: {line}")
+    common.line(f"{report.artifact['path']}: {'ok' if report.ok else 'FAILED'}")
 
 
 # ---------------------------------------------------------------- rm
@@ -390,7 +389,7 @@ def _agrees(removal: Removal, own: Sequence[str]) -> bool:
     """Whether whoever sits there says yes; an input that ends says no."""
     total = common.amount_text(sum(size for _, size in removal.files))
     entries = f" and forget {len(own)} of your entries" if own else ""
-    click.echo(f"Remove {len(removal.files)} files, {total}{entries}? [y/N] ", nl=False, err=True)
+    common.say(f"Remove {len(removal.files)} files, {total}{entries}? [y/N] ", newline=False)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -405,14 +404,14 @@ def _forget(own: Sequence[str]) -> None:
 def _print_removal(removal: Removal, store: Store, own: Sequence[str], dry_run: bool) -> None:
     verb = "would remove" if dry_run else "remove"
     for name, size in removal.files:
-        click.echo(one_line(f"{verb} {store.path(name)}: {size:,} bytes"))
+        common.line(f"{verb} {store.path(name)}: {size:,} bytes")
     for name, tag in removal.kept:
-        click.echo(one_line(f"keep {store.path(name)}: {tag} needs it"))
+        common.line(f"keep {store.path(name)}: {tag} needs it")
     for name in removal.left:
-        click.echo(one_line(f"leave {store.path(name)}: no tag registers it"))
+        common.line(f"leave {store.path(name)}: no tag registers it")
     if removal.by_name:
-        click.echo("no tag registers these: what goes with the file was found by its name")
+        common.line("no tag registers these: what goes with the file was found by its name")
     for tag in own:
-        click.echo(f"{'would forget' if dry_run else 'forget'} {tag}, your own entry")
+        common.line(f"{'would forget' if dry_run else 'forget'} {tag}, your own entry")
     if not removal.files and not own:
-        click.echo(one_line(f"nothing to remove in {store.folder}"))
+        common.line(f"nothing to remove in {store.folder}")

@@ -21,7 +21,9 @@ from ds4q.cli.common import (
     json_option,
     say,
     talk_options,
+    visible,
     write_report,
+    write_text,
 )
 from ds4q.cli.experts import cache_report, say_breakdown, say_cache
 from ds4q.cli.loading import Loading, ModelOptions, model_options
@@ -287,7 +289,7 @@ def _piped(tokenizer: Tokenizer, context_tokens: int | None) -> str:
     """The text in stdin; of one that no context of this size can hold only so much is read."""
     from ds4q.runtime.errors import ContextError, PromptError
 
-    longest = tokenizer.longest_bytes()
+    longest = tokenizer.longest_bytes
     if longest is None or context_tokens is None:
         piped = sys.stdin.buffer.read()
     else:
@@ -398,7 +400,7 @@ class _Screen:
 
     def _write(self, text: str) -> None:
         if text:
-            click.echo(text.encode("utf-8"), nl=False)  # UTF-8 whatever the locale says
+            write_text(visible(text) if sys.stdout.isatty() else text)
             self._last = text
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ds4q.artifact.errors import one_line
-from ds4q.cli.common import Size, say, talk_options
+from ds4q.cli.common import Size, say, say_traceback, talk_options
 from ds4q.cli.loading import ModelOptions, compile_notice, load_progress, model_options, warn_of
 
 if TYPE_CHECKING:
@@ -223,7 +223,9 @@ class _Lines(logging.Handler):
     """Log records on stderr, as every command's words."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
+        say(record.getMessage())
+        if record.exc_info and record.exc_info[1] is not None:
+            say_traceback(record.exc_info[1])
 
 
 def _log(*, quiet: bool, verbose: bool) -> None:

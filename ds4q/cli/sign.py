@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from ds4q.artifact.errors import one_line
 from ds4q.cli import common
 
 
@@ -56,4 +55,4 @@ def command(
     if as_json:
         common.emit_json({"signature": str(out), "files": digests})
     else:
-        click.echo(f"wrote {one_line(str(out))}: {', '.join(map(one_line, digests))}")
+        common.line(f"wrote {out}: {', '.join(digests)}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ds4q.artifact.errors import Ds4qError, one_line
+from ds4q.artifact.errors import Ds4qError
 from ds4q.cli import common
 from ds4q.cli.gates import gate_options
 
@@ -196,7 +196,7 @@ def _reported(junit: Path | None, path: Path) -> Iterator[None]:
     try:
         yield
     except (Ds4qError, OSError) as error:
-        write(one_line(str(error)))
+        write(str(error))
         raise
 
 
@@ -222,21 +222,21 @@ def _page(report: Verification) -> str:
 
 def _print_all(reports: list[Report], together: bool) -> None:
     for report in reports:
-        _print(report, f"{one_line(report.artifact['path'])}: " if together else "")
+        _print(report, f"{report.artifact['path']}: " if together else "")
     if together:
         failed = sum(not report.ok for report in reports)
         verdict = f"FAILED ({failed:,})" if failed else "ok"
-        click.echo(f"{len(reports):,} targets: {verdict}")
+        common.line(f"{len(reports):,} targets: {verdict}")
 
 
 def _print(report: Report, prefix: str) -> None:
     """The table on stdout; failures on stderr, where errors go, ``prefix`` before each."""
-    common.print_table(report.table())
+    common.print_checks(report)
     for check in report.checks:
         for note in check.notes:
-            click.echo(f"{check.name}: {note}")
+            common.line(f"{check.name}: {note}")
     for line in report.failure_lines():
-        common.say(prefix + one_line(line))
+        common.say(prefix + line)
     size = report.artifact.get("bytes")
     about = f" ({size:,} bytes)" if size is not None else ""
-    click.echo(f"{one_line(report.artifact['path'])}{about}: {'ok' if report.ok else 'FAILED'}")
+    common.line(f"{report.artifact['path']}{about}: {'ok' if report.ok else 'FAILED'}")

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.errors import Ds4qError, escape_unencodable
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.selftest import HASHES, Result, run
 
@@ -19,6 +19,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ds4q.hipkern.selftest", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {HASHES.name} anew")
     options = parser.parse_args(words)
+    escape_unencodable(sys.stdout, sys.stderr)
     try:
         with Device.open() as device:
             if options.write and device.kind != "sim":

@@ -35,7 +35,8 @@ DESCRIPTION = (
     "field whose value is null counts as absent."
 )
 VERSION = "1"  # of the paths and their JSON
-READ_AT_ONCE = 2  # requests: a long one takes a gigabyte while it becomes tokens
+READ_AT_ONCE = 2  # short requests; of long ones it is one, so that short ones wait for none
+LONG_BODY_BYTES = 256 << 10
 
 log = logging.getLogger("ds4q.serve")
 
@@ -217,7 +218,7 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_generation(app: FastAPI, serving: Serving) -> None:
-    beside = Beside(READ_AT_ONCE)
+    short, long = Beside(READ_AT_ONCE), Beside(1)
     statuses = (400, 401, 403, 404, 408, 413, 500, 503, 504)
 
     @app.post(
@@ -267,6 +268,7 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
         try:
             raw = await request.body()
             async with asyncio.timeout(limit_s):
+                beside = long if len(raw) > LONG_BODY_BYTES else short
                 reading = beside.run(lambda: read(raw))
                 asked, plan, form = await while_connected(request.receive, reading)
         except TimeoutError:

@@ -64,6 +64,7 @@ def plan_chat(serving: Serving, request: ChatRequest, body: Mapping[str, Any]) -
             thinking=thinks(request),
             effort=_EFFORTS[request.reasoning_effort or "low"],
             encoding=serving.encoding,
+            fewer_than=serving.max_context,
         )
         job = serving.job(
             request,

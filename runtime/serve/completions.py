@@ -26,7 +26,11 @@ def plan_completion(serving: Serving, request: CompletionRequest) -> Plan:
     serving.scheduler()  # as long as there is none, nothing is worth doing
     prompt = request.text_or_ids
     try:
-        ids = encode_raw(serving.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        ids = (
+            encode_raw(serving.tokenizer, prompt, fewer_than=serving.max_context)
+            if isinstance(prompt, str)
+            else prompt
+        )
         job = serving.job(
             request, ids, most_tokens=request.max_tokens, top_logprobs=request.logprobs
         )

@@ -72,7 +72,7 @@ class Guard:
 
         headers = Headers(scope=scope)
         try:
-            refusal = self._refusal(scope["path"], headers)
+            refusal = self._refusal(scope["method"], scope["path"], headers)
             if refusal is not None:
                 refusal.headers["Connection"] = "close"  # its body, if it has one, is not wanted
                 self._count(scope["path"], refusal.status)
@@ -88,13 +88,13 @@ class Guard:
             path = one_line(scope["path"])
             log.info("%s %s %d, %.3f s", scope["method"], path, status, seconds)
 
-    def _refusal(self, path: str, headers: Headers) -> Refusal | None:
+    def _refusal(self, method: str, path: str, headers: Headers) -> Refusal | None:
         if "content-length" in headers and "transfer-encoding" in headers:
             # A proxy in front may believe the other one, and take its end for a request's begin.
             return Refusal(400, "both Content-Length and Transfer-Encoding", code="invalid_http")
         is_open = path in OPEN_PATHS or path.startswith(PAGE_PATHS)
         if self._key is None:
-            if (refusal := self._foreign(headers)) is not None:
+            if (refusal := self._foreign(method, headers)) is not None:
                 return refusal
         elif not is_open and not self._authorized(headers):
             given = "authorization" in headers
@@ -114,8 +114,12 @@ class Guard:
         matches = hmac.compare_digest(key.strip().encode(), self._key or b"")
         return scheme.lower() == "bearer" and matches
 
-    def _foreign(self, headers: Headers) -> Refusal | None:
-        """Refuse what a browser sends for a page of another site: nobody is asked for a key."""
+    def _foreign(self, method: str, headers: Headers) -> Refusal | None:
+        """Refuse what a browser sends for a page of another site: nobody is asked for a key.
+
+        A browser sends no Origin with a GET for an image or a script, but Sec-Fetch-Site. A user
+        may still follow a link to here: what is shown as a page is out of the other page's reach.
+        """
         host = headers.get("host", "")
         if self._limits.local_only and not is_loopback(_name(host)):
             return Refusal(
@@ -126,13 +130,23 @@ class Guard:
             )
         origin = headers.get("origin")
         own = (f"http://{host}".lower(), f"https://{host}".lower())
+        site = headers.get("sec-fetch-site", "none").lower()
+        follows_link = (
+            method in ("GET", "HEAD")
+            and headers.get("sec-fetch-mode") == "navigate"
+            and headers.get("sec-fetch-dest") == "document"
+        )
         if origin is not None and origin.lower() not in own:
-            return Refusal(
-                403,
-                f"a page of {cut(origin)!r} may not use this server; set an API key",
-                code="origin_not_allowed",
-            )
-        return None
+            who = repr(cut(origin))
+        elif site not in ("none", "same-origin") and not follows_link:
+            who = "another site"
+        else:
+            return None
+        return Refusal(
+            403,
+            f"a page of {who} may not use this server; set an API key",
+            code="origin_not_allowed",
+        )
 
 
 def _origin_form(scope: Scope) -> Scope:

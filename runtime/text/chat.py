@@ -103,11 +103,13 @@ def encode_chat(
     encoding: Encoding | None = None,
     drop_thinking: bool = True,
     path: object = None,
+    fewer_than: int | None = None,
 ) -> ChatPrompt:
     """The prompt for an answer by the model that ``config`` describes: ``render``, in token ids.
 
     The last message may be the beginning of the answer: an assistant message with ``prefix: true``.
-    It is then continued, in chat mode, whatever ``thinking`` says.
+    It is then continued, in chat mode, whatever ``thinking`` says. ``fewer_than`` bounds the ids,
+    see ``Prompt.encode``.
 
     Raises
     ------
@@ -128,16 +130,16 @@ def encode_chat(
             f"the last message is of role {messages[-1]['role']!r}: it asks for no answer",
             expected="a message of the user, or of the assistant with prefix: true",
         )
-    ids = rendered.encode(tokenizer)
+    ids = rendered.encode(tokenizer, fewer_than=fewer_than)
     # The bare token: no text is ever encoded as it.
     assistant = tokenizer.controls.get(ASSISTANT)
     marks = tuple(place + 1 for place, token in enumerate(ids) if token == assistant)
     return ChatPrompt(ids, marks, thinking=rendered.pieces[-1] == Control(THINK))
 
 
-def encode_raw(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_raw(tokenizer: Tokenizer, text: str, *, fewer_than: int | None = None) -> list[int]:
     """Token ids of a text without a format: BOS, as in training, and the text."""
-    return Prompt().control(BOS).text(text).encode(tokenizer)
+    return Prompt().control(BOS).text(text).encode(tokenizer, fewer_than=fewer_than)
 
 
 def attach_tools(messages: Sequence[Any], tools: Sequence[Any]) -> list[Any]:

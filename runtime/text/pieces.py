@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ds4q.runtime.errors import ContextError
 from ds4q.runtime.text.tokenizer import Tokenizer
 
 BAR = "\uff5c"  # fullwidth vertical line, not ASCII
@@ -84,12 +85,42 @@ class Prompt:
         """The string form, in which the difference between text and control tokens is lost."""
         return "".join(p.text if isinstance(p, Control) else p for p in self.pieces)
 
-    def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Token ids; raises ``ControlTokenError`` where the tokenizer lacks a control token."""
+    def encode(self, tokenizer: Tokenizer, *, fewer_than: int | None = None) -> list[int]:
+        """Token ids.
+
+        Parameters
+        ----------
+        fewer_than : bound of the ids; a prompt that its bytes show to be longer is not tokenized
+
+        Raises
+        ------
+        ControlTokenError : the tokenizer lacks a control token
+        PromptError : as ``Tokenizer.encode_parts``
+        ContextError : there are ``fewer_than`` ids or more; they need not have been counted
+        """
+        if fewer_than is not None:
+            least = sum(
+                1 if isinstance(piece, Control) else tokenizer.least_tokens(piece)
+                for piece in self.pieces
+            )
+            if least >= fewer_than:
+                raise _too_long(fewer_than, least)
         ids: list[int] = []
         for piece in self.pieces:
             if isinstance(piece, Control):
                 ids.append(tokenizer.control(piece.text))
-            else:
-                ids += tokenizer.encode(piece)
+                continue
+            for part in tokenizer.encode_parts(piece, bounded=fewer_than is not None):
+                if fewer_than is not None and len(ids) >= fewer_than:
+                    raise _too_long(fewer_than, len(ids))
+                ids += part
         return ids
+
+
+def _too_long(fewer_than: int, least: int) -> ContextError:
+    return ContextError(
+        "the prompt fills the context",
+        expected=f"fewer than {fewer_than} tokens",
+        found=f"at least {least}",
+        remedy="shorten the prompt",
+    )

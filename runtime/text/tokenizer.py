@@ -8,7 +8,9 @@ a control token is reached by name only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -28,6 +30,40 @@ def _byte_alphabet() -> dict[str, int]:
 
 BYTE_OF_CHAR = _byte_alphabet()
 WHOLE = {"BPE", "ByteLevel", "Digits", "Split"}  # parts of a tokenizer that leave no byte out
+
+PART_CHARACTERS = 1 << 16
+"""A longer text is encoded in parts: the library takes about 120 bytes of memory a character."""
+
+RUN_CHARACTERS = 1 << 18
+"""The most beyond a part's length until a text can be split, where memory is bounded."""
+
+_BYTE_LEVEL = {"add_prefix_space": False, "use_regex": False}
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
+    "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|"
+    "\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+"""How DeepSeek's tokenizer cuts a text into words, one pattern after the other."""
+
+_KANJI = "\u4e00-\u9fa5"
+_KANA = "\u3040-\u30ff"
+_DEEPSEEK_SPLITS = re.compile(
+    r"[^\W_](?=[ \t\r\n])|\n(?=[A-Za-z])|[A-Za-z](?=[0-9])|[0-9](?=[ !-/:-~])"
+    f"|[{_KANJI}](?=[^{_KANJI}{_KANA}])|[^{_KANJI}{_KANA}](?=[{_KANJI}])"
+)
+"""Ends where a text can be split without changing an id, under ``_DEEPSEEK``.
+
+No pattern looks behind, so what follows a word's end is cut as if the text began there. It remains
+that a word ends here, and would end here if the text did. A letter before white space or a digit
+ends a run of letters, which only the next character can lengthen. A digit before anything that is
+not a number ends a run of numbers, and a change into or out of Chinese and Japanese letters is an
+end by the second pattern. A line break before a letter ends a run of white space that the fourth
+alternative takes whole; only the fifth, which is tried after it, looks ahead.
+"""
+
+_ANYWHERE = re.compile("(?s:.)")  # a vocabulary without merges: each byte is a token
 
 
 class Tokenizer:
@@ -55,6 +91,7 @@ class Tokenizer:
             self._text = tokenizers.Tokenizer.from_str(json.dumps(parsed, ensure_ascii=False))
             decoder = (parsed.get("decoder") or {}).get("type")
             self._keeps_all = _keeps_all(parsed)
+            self._splits = _splits(parsed)
         except Exception as error:  # the library raises bare Exception for a malformed file
             lacks = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise TokenizerError(path=path, found=lacks) from None
@@ -92,6 +129,19 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of caller text: no BOS, and never a control token whatever the text spells."""
+        return [token for part in self.encode_parts(text) for token in part]
+
+    def encode_parts(self, text: str, *, bounded: bool = False) -> Iterator[list[int]]:
+        """``encode`` in parts of about ``PART_CHARACTERS``, so that memory does not grow with text.
+
+        Parameters
+        ----------
+        bounded : refuse a text with a longer part, which would take its memory
+
+        Raises
+        ------
+        PromptError : the text is not Unicode; ``bounded``: it cannot be split into short parts
+        """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -100,10 +150,36 @@ class Tokenizer:
                 found=f"a lone surrogate at character {error.start}",
                 remedy="pass UTF-8 text",
             ) from None
-        # Of all that the library offers, only this lets other threads run meanwhile.
-        (encoded,) = self._text.encode_batch_fast([text], add_special_tokens=False)
-        return list(encoded.ids)
+        for part in self._parts(text, bounded=bounded):
+            # Of all that the library offers, only this lets other threads run meanwhile.
+            (encoded,) = self._text.encode_batch_fast([part], add_special_tokens=False)
+            yield encoded.ids
 
+    def _parts(self, text: str, *, bounded: bool) -> Iterator[str]:
+        """``text`` in parts whose ids, joined, are those of the whole."""
+        start = 0
+        while self._splits is not None and len(text) - start > PART_CHARACTERS:
+            least = start + PART_CHARACTERS
+            most = least + RUN_CHARACTERS if bounded else len(text)
+            found = self._splits.search(text, least - 1, most)
+            if found is None and most < len(text):
+                raise PromptError(
+                    f"{RUN_CHARACTERS:,} characters from character {least:,} on cannot be split "
+                    "into words",
+                    remedy="break up the longest word or run of one character",
+                )
+            if found is None:
+                break
+            yield text[start : found.end()]
+            start = found.end()
+        yield text[start:]
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of ``text``, from its bytes; 0 where there is none."""
+        longest = self.longest_bytes
+        return 0 if longest is None else -(-len(text.encode("utf-8", "replace")) // longest)
+
+    @cached_property
     def longest_bytes(self) -> int | None:
         """The most bytes of a text that one token stands for; None where there is no such number.
 
@@ -143,6 +219,28 @@ class Tokenizer:
         """Text of ``tokens``; bytes that are not UTF-8 become U+FFFD."""
         joined = b"".join(self.token_bytes(token) for token in tokens)
         return joined.decode("utf-8", errors="replace")
+
+
+def _splits(parsed: Mapping[str, Any]) -> re.Pattern[str] | None:
+    """Where a text can be split, see ``_DEEPSEEK_SPLITS``; None where that is not known."""
+    normalizer, before = parsed.get("normalizer") or {}, parsed.get("pre_tokenizer") or {}
+    parts = before.get("pretokenizers", [before])
+    byte_level = parts[-1] if parts else {}
+    plain = byte_level.get("type") == "ByteLevel" and all(
+        byte_level.get(key) is value for key, value in _BYTE_LEVEL.items()
+    )
+    if normalizer.get("normalizers", normalizer) or not plain or parsed["model"].get("dropout"):
+        return None
+    if len(parts) == 1 and not parsed["model"].get("merges"):
+        return _ANYWHERE
+    cuts = tuple(
+        part.get("pattern", {}).get("Regex")
+        for part in parts[:-1]
+        if part.get("type") == "Split"
+        and part.get("behavior") == "Isolated"
+        and part.get("invert") is False
+    )
+    return _DEEPSEEK_SPLITS if len(cuts) == len(parts) - 1 and cuts == _DEEPSEEK else None
 
 
 def _keeps_all(parsed: Mapping[str, Any]) -> bool:

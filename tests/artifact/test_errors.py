@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 
 from ds4q.artifact import errors, writer
 from ds4q.artifact.errors import (
+    MAX_PATH,
+    MAX_VALUE,
+    MAX_WORDS,
     ArtifactError,
     ChangedError,
     Ds4qError,
@@ -63,6 +67,32 @@ def test_parts_are_optional(fields: dict[str, object], text: str) -> None:
     assert str(Ds4qError(**fields)) == text  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\tb\nc\x1b[2J\x7f", r"a\x09b\x0ac\x1b[2J\x7f"),
+        ("\x9b31m\x85", r"\x9b31m\x85"),
+        ("\u202egpj.exe\u2066\u061c\u200f", r"\u202egpj.exe\u2066\u061c\u200f"),
+        ("a\u2028b\u2029c\u200bd\ufeff", r"a\u2028b\u2029c\u200bd\ufeff"),
+        ("\U000e0041x", r"\U000e0041x"),
+        (os.fsdecode(b"caf\xe9"), r"caf\xe9"),
+        ("half \ud83d", r"half \ud83d"),
+        ("caf\u00e9 \u4f60 \\ % [red]", "caf\u00e9 \u4f60 \\ % [red]"),
+    ],
+)
+def test_one_line_shows_what_a_terminal_would_obey(text: str, shown: str) -> None:
+    assert one_line(text) == shown
+
+
+def test_values_of_a_message_are_cut() -> None:
+    long = "x" * 70_000
+    error = Ds4qError(long, path=long, tensor=long, expected=long, found=long, remedy=long)
+    assert error.found == long
+    assert str(error).count("... (70,000 characters)") == 6
+    assert len(str(error)) < MAX_PATH + 3 * MAX_VALUE + 2 * MAX_WORDS + 300
+    assert str(Ds4qError(found="y" * MAX_VALUE)).endswith("y")
+
+
 def test_class_gives_rule_and_cure() -> None:
     assert str(TruncatedError(path="p", expected="5 bytes")) == (
         "p: file is too short: expected 5 bytes; copy or download the file again"
@@ -113,10 +143,10 @@ def test_located_fills_in_what_is_missing() -> None:
         ("a\nb\r\t", r"a\x0ab\x0d\x09"),
         ("\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
         ("\0\x7f\x85", r"\x00\x7f\x85"),
-        ("line\u2028end", r"line\x2028end"),
-        ("\u202egnp.exe", r"\x202egnp.exe"),
-        ("\ud800", r"\xd800"),
-        ("\ufffe\uffff", r"\xfffe\xffff"),
+        ("line\u2028end", r"line\u2028end"),
+        ("\u202egnp.exe", r"\u202egnp.exe"),
+        ("\ud800", r"\ud800"),
+        ("\ufffe\uffff", r"\ufffe\uffff"),
         ("grün 你好 😀", "grün 你好 😀"),
     ],
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 
-from ds4q.artifact.errors import PayloadValueError, TruncatedError
+from ds4q.artifact.errors import MAX_VALUE, MAX_WORDS, PayloadValueError, TruncatedError
 from ds4q.artifact.report import MAX_LISTED, Check, Failure, Report, junit
 
 PLACE = Failure(
@@ -245,30 +243,31 @@ def test_junit_says_how_many_are_not_listed() -> None:
 # ------------------------------------------------------------------ the table
 
 
-def printed(report: Report) -> str:
-    out = io.StringIO()
-    Console(file=out, width=200, color_system=None).print(report.table())
-    return out.getvalue()
+def test_rows() -> None:
+    structure, source = example().rows()[:2]
+    assert structure[:2] == ("structure", "ok")
+    assert structure[3].endswith("tensors 1,200")
+    assert source[1] == "FAILED (2)"
+    assert source[3].endswith("bytes 1,000,000,000, ratio 0.25, exact True")
 
 
-def test_table() -> None:
-    lines = printed(example()).splitlines()
-    assert lines[0].split() == ["check", "result", "seconds", "figures"]
-    assert lines[1].split()[:2] == ["structure", "ok"]
-    assert lines[1].rstrip().endswith("tensors 1,200")
-    assert "FAILED (2)" in lines[2]
-    assert lines[2].rstrip().endswith("bytes 1,000,000,000, ratio 0.25, exact True")
+def test_rows_have_figures_of_one_value_only() -> None:
+    figures: dict[str, Any] = {"file": "a.receipt", "list": [1], "object": {}}
+    ((_, _, _, text),) = Report(checks=[Check("x", figures=figures)]).rows()
+    assert text == "file a.receipt"
 
 
-def test_table_takes_figures_literally() -> None:
-    figures: dict[str, Any] = {"file": "[red]a[/nope].receipt", "list": [1], "object": {}}
-    text = printed(Report(checks=[Check("x", figures=figures)]))
-    assert "file [red]a[/nope].receipt" in text
-    assert "list" not in text
-
-
-def test_table_rounds_floats_and_leaves_out_what_is_unknown() -> None:
+def test_rows_round_floats_and_leave_out_what_is_unknown() -> None:
     figures: dict[str, Any] = {"kl": 0.00202292783942, "top1": 1.0, "kl_se": None, "exact": True}
-    text = printed(Report(checks=[Check("x", figures=figures)]))
-    assert "kl 0.00202293, top1 1, exact True" in text
-    assert "kl_se" not in text
+    ((_, _, _, text),) = Report(checks=[Check("x", figures=figures)]).rows()
+    assert text == "kl 0.00202293, top1 1, exact True"
+
+
+def test_values_of_a_failure_are_cut_in_every_form_of_the_report() -> None:
+    report = Report()
+    with report.check("x") as check:
+        check.fail(Failure("m" * 90_000, tensor="t" * 70_000, found="f" * 80_000))
+    found = report.document()["checks"][0]["failures"][0]["found"]
+    assert found == "f" * MAX_VALUE + "... (80,000 characters)"
+    assert len(report.failure_lines()[0]) < 2 * MAX_VALUE + MAX_WORDS + 200
+    assert len(junit([report])) < 3 * (2 * MAX_VALUE + MAX_WORDS)

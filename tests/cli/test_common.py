@@ -108,10 +108,6 @@ def test_json_has_no_nan() -> None:
         common.emit_json({"x": float("nan")})
 
 
-def test_one_line_stays_one_line() -> None:
-    assert common.one_line("a\nb\r\x1b[31mü你\udcff") == r"a\x0ab\x0d\x1b[31mü你\xdcff"
-
-
 class Gone(io.StringIO):
     """A stream whose reader has left."""
 

@@ -112,7 +112,7 @@ def ending_with(error: BaseException) -> Ds4q:
         ),
         (
             PermissionError(errno.EACCES, "Permission denied", b"a\xff"),
-            r"a\xdcff: Permission denied",
+            r"a\xff: Permission denied",
         ),
         (OSError(errno.EXDEV, "Cross-device link", "a", None, "b"), "a -> b: Cross-device link"),
         (OSError(errno.EIO, "Input/output error"), "Input/output error"),

@@ -272,7 +272,7 @@ def test_errors_of_a_comparison_that_was_cut_short_are_not_shown(
 
 
 def test_texts_are_cut_and_cleaned() -> None:
-    assert text("a\x1b[31m\n\u202eb") == "a\\x1b[31m\\x0a\\x202eb"
+    assert text("a\x1b[31m\n\u202eb") == "a\\x1b[31m\\x0a\\u202eb"
     assert text("x" * MAX_TEXT) == "x" * MAX_TEXT
     cut = text("x" * 1000)
     assert cut == "x" * MAX_TEXT + " … (1,000 characters)"
@@ -282,5 +282,5 @@ def test_texts_are_cut_and_cleaned() -> None:
 def test_types_of_a_source_are_texts_of_a_file_too() -> None:
     rows = [row("layers.0.ffn.experts.0.w2.weight", "F\x008\ud800", (2,), 2)]
     page = gather(document(rows, kind="checkpoint"), rows, "1")
-    assert page["types"][0]["name"] == "F\\x008\\xd800"
-    assert page["experts"]["parts"][0]["kinds"][0]["type"] == "F\\x008\\xd800"
+    assert page["types"][0]["name"] == "F\\x008\\ud800"
+    assert page["experts"]["parts"][0]["kinds"][0]["type"] == "F\\x008\\ud800"
