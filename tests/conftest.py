@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ ROOT = Path(__file__).parents[1]
 
 settings.register_profile("house", derandomize=True, deadline=None, database=None)
 settings.load_profile("house")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell: children of
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests would ignore Ctrl-C, too
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,6 +21,13 @@ Results go to standard output, everything else to standard error. `--json` print
 document. Progress bars appear only on a terminal; elsewhere progress is at most one line a second.
 Sizes take `8GiB` (1024s), `98GB` (1000s) or a number of bytes.
 
+Names and values from files and servers cannot control a terminal: control characters,
+bidirectional controls and line breaks in them appear as `\\x1b` or `\\u202e`, in logs, JUnit and
+HTML, too; a byte of a file name that is not UTF-8 appears as `\\xe9`. Messages cut an expected or
+found value at 500 characters. A stream whose encoding lacks a character escapes it; the exit
+status is about the job. A model's text goes unchanged into a pipe or file; on a terminal U+FFFD
+replaces its control characters other than line breaks and tabs, and those that reorder text.
+
 | exit status | meaning |
 |---|---|
 | 0 | done |

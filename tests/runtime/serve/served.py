@@ -142,6 +142,7 @@ def serving(
     api_key: str | None = None,
     encoding: Encoding | None = None,
     tools: bool = True,
+    described: Mapping[str, Any] | None = None,
     queue: int = 64,
     concurrent: int = 8,
     prefix_cache_bytes: int = 1 << 20,
@@ -149,9 +150,9 @@ def serving(
     wait: bool = True,
     about: Mapping[str, str] | None = None,
 ) -> Iterator[Served]:
-    """A server with ``engine``; ``load`` replaces how it is loaded."""
+    """A server with ``engine``; ``load`` replaces how it is loaded, ``described`` the metadata."""
     engine = engine or ScriptedEngine()
-    described = metadata(tools=tools)
+    described = described or metadata(tools=tools)
     tokenizer = Tokenizer.from_metadata(described)
     assert tokenizer is not None
     service = Service(

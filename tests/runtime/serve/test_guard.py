@@ -140,6 +140,38 @@ def test_without_a_key_another_site_s_page_is_refused(served: Served, origin: st
     assert response.json()["error"]["code"] == "origin_not_allowed"
 
 
+@pytest.mark.parametrize(
+    "path", ["/", "/live", "/metrics", "/v1/models", "/health", "/openapi.json"]
+)
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "Cross-Site", "x"])
+def test_without_a_key_a_get_for_another_site_s_page_is_refused(
+    served: Served, path: str, site: str
+) -> None:
+    """A browser sends no Origin with an image, a script or a frame."""
+    for mode, dest in (("no-cors", "script"), ("navigate", "iframe"), ("no-cors", "document")):
+        sent = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
+        response = bare(served, path, **sent)
+        assert response.status_code == 403, sent
+        assert response.json()["error"]["code"] == "origin_not_allowed"
+
+
+def test_without_a_key_a_link_to_the_page_works_and_so_does_the_page(served: Served) -> None:
+    follows = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    for site in ("cross-site", "same-site", "none", "same-origin"):
+        assert bare(served, "/", **{"Sec-Fetch-Site": site}, **follows).status_code == 200
+    own = {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors", "Sec-Fetch-Dest": "empty"}
+    assert bare(served, "/live", **own).status_code == 200
+    posted = served.http.post(
+        "/v1/completions", headers={"Sec-Fetch-Site": "cross-site", **follows}
+    )
+    assert posted.status_code == 403
+
+
+def test_with_a_key_another_site_is_answered(keyed: Served) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Sec-Fetch-Site": "cross-site"}
+    assert bare(keyed, "/v1/models", **headers).status_code == 200
+
+
 def test_without_a_key_the_server_s_own_page_is_answered(served: Served) -> None:
     assert bare(served, "/live", Origin=served.base).status_code == 200
     https = served.base.replace("http:", "https:")  # a proxy on this machine

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds4q.runtime.errors import ControlTokenError, PromptError, TokenizerError
+from ds4q.runtime.errors import ContextError, ControlTokenError, PromptError, TokenizerError
+from ds4q.runtime.text import tokenizer as module
+from ds4q.runtime.text.pieces import BOS, Prompt
 from ds4q.runtime.text.tokenizer import BYTE_OF_CHAR, Tokenizer
 
 TINY_JSON = Path(__file__).parents[2] / "data" / "ds4-tiny" / "tokenizer.json"
@@ -218,17 +220,17 @@ def test_tokenizer_without_a_byte_is_refused() -> None:
     ids=json.dumps,
 )
 def test_what_may_leave_bytes_out_has_no_longest_token(part: dict[str, Any]) -> None:
-    assert Tokenizer(tiny_json(lambda parsed: parsed.update(part))).longest_bytes() is None
+    assert Tokenizer(tiny_json(lambda parsed: parsed.update(part))).longest_bytes is None
 
 
 def test_longest_token_of_bytes(tiny_tokenizer: Tokenizer) -> None:
-    assert tiny_tokenizer.longest_bytes() == 1
+    assert tiny_tokenizer.longest_bytes == 1
     nothing = {"normalizer": {"type": "Sequence", "normalizers": []}}
-    assert Tokenizer(tiny_json(lambda parsed: parsed.update(nothing))).longest_bytes() == 1
+    assert Tokenizer(tiny_json(lambda parsed: parsed.update(nothing))).longest_bytes == 1
 
 
 def test_deepseek_longest_token(deepseek_tokenizer: Tokenizer) -> None:
-    longest = deepseek_tokenizer.longest_bytes()
+    longest = deepseek_tokenizer.longest_bytes
     assert longest == max(len(deepseek_tokenizer.token_bytes(token)) for token in range(128000))
     text = " " * 1000
     assert len(deepseek_tokenizer.encode(text)) * longest >= len(text)
@@ -296,3 +298,114 @@ def test_deepseek_ordinary_text_encodes_as_the_library_does(
     text = "Hello, world! 12345  \n\n你好 naïve\r\n\tdef f(x): return x**2 😀 ¼ＡＢ e\u0301"
     library = tokenizers.Tokenizer.from_str(deepseek_source)
     assert deepseek_tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
+
+
+# ------------------------------------------------------------------ long texts, in parts
+
+WORDS = st.sampled_from(
+    ["a", "Z", "\u00e9", "e\u0301", " ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "1", "23",
+     "\u00b2", "\u0663", "\u216b", ".", "!?", "_", "\u6a21", "\u578b", "\u3042", "\u30fb",
+     "-", "+=", "\u3001", "\u3007", "\U0001f600", "\ue000",
+     "\u0378", "\u200d", "\u0e01", "\x00", "'s", "<"]
+)  # fmt: skip
+
+
+def split_everywhere(tokenizer: Tokenizer, text: str) -> list[list[int]]:
+    """The parts of a text that is split wherever it can be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PART_CHARACTERS", 1)
+        return list(tokenizer.encode_parts(text))
+
+
+@settings(max_examples=1500)
+@given(words=st.lists(WORDS, max_size=24))
+def test_deepseek_parts_have_the_ids_of_the_whole(
+    deepseek_tokenizer: Tokenizer, words: list[str]
+) -> None:
+    text = "".join(words)
+    joined = [token for part in split_everywhere(deepseek_tokenizer, text) for token in part]
+    assert joined == deepseek_tokenizer.encode(text)
+
+
+def test_deepseek_splits_what_people_write(deepseek_tokenizer: Tokenizer) -> None:
+    for text, parts in (
+        ("two words", 2),
+        ("end.\nnext", 2),
+        ("x1 2,3", 4),
+        ("\u6a21\u578b\uff0c\u6a21\u578b\u3002", 4),
+        ("....    ====", 1),
+    ):
+        assert len(split_everywhere(deepseek_tokenizer, text)) == parts, text
+
+
+def test_a_long_text_is_encoded_in_parts(deepseek_tokenizer: Tokenizer) -> None:
+    text = "for (i = 0; i < n; i++) { sum += x[i] * 1024; }\r\n" * 4000
+    parts = list(deepseek_tokenizer.encode_parts(text, bounded=True))
+    assert len(parts) == len(text) // module.PART_CHARACTERS + 1
+    (whole,) = deepseek_tokenizer._text.encode_batch_fast([text], add_special_tokens=False)
+    assert [token for part in parts for token in part] == whole.ids
+
+
+def test_a_run_that_cannot_be_split_is_refused_where_memory_is_bounded(
+    deepseek_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PART_CHARACTERS", 10)
+    monkeypatch.setattr(module, "RUN_CHARACTERS", 100)
+    text = "word " * 8 + "-" * 200 + " word"
+    assert len(list(deepseek_tokenizer.encode_parts(text))) > 1
+    with pytest.raises(PromptError, match=r"100 characters from character 4\d on cannot be split"):
+        list(deepseek_tokenizer.encode_parts(text, bounded=True))
+    assert list(deepseek_tokenizer.encode_parts("word " * 8 + "-" * 90 + " word", bounded=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "use_regex": False,
+                "trim_offsets": True,
+            }
+        },
+        {
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "use_regex": True,
+                "trim_offsets": True,
+            }
+        },
+        {"pre_tokenizer": None},
+    ],
+    ids=json.dumps,
+)
+def test_a_tokenizer_that_is_not_known_to_allow_it_splits_nothing(change: dict[str, Any]) -> None:
+    tokenizer = Tokenizer(tiny_json(lambda parsed: parsed.update(change)))
+    assert len(split_everywhere(tokenizer, "two words 1 2\nx")) == 1
+
+
+def test_a_vocabulary_without_merges_is_split_anywhere(tiny_tokenizer: Tokenizer) -> None:
+    assert split_everywhere(tiny_tokenizer, "a\u00e9") == [[97], [195, 169]]
+
+
+def test_a_prompt_that_cannot_fit_is_not_tokenized(
+    tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = Prompt().control(BOS).text("x" * 99)
+    assert len(prompt.encode(tiny_tokenizer, fewer_than=101)) == 100
+    monkeypatch.setattr(Tokenizer, "encode_parts", lambda *_, **__: pytest.fail("tokenized"))
+    with pytest.raises(ContextError, match="expected fewer than 100 tokens, found at least 100"):
+        prompt.encode(tiny_tokenizer, fewer_than=100)
+
+
+def test_a_prompt_is_tokenized_up_to_the_context(
+    deepseek_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PART_CHARACTERS", 5)
+    prompt = Prompt().control(BOS).text("word " * 1000)
+    assert len(prompt.encode(deepseek_tokenizer, fewer_than=1003)) == 1002
+    with pytest.raises(ContextError, match=r"fewer than 200 tokens, found at least 20\d;"):
+        prompt.encode(deepseek_tokenizer, fewer_than=200)
