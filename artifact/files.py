@@ -221,8 +221,10 @@ def write_whole(
             file.flush()
             os.fsync(file.fileno())
         publish(temporary, path, replace=replace)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a full disk shows in a call that knows no name
         raise
 
 

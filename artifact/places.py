@@ -1,7 +1,11 @@
-"""Where ds4q keeps files by default, and paths as people write them. Opens nothing."""
+"""Where ds4q keeps files by default, paths as people write them, links that lead nowhere.
+
+Opens nothing.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -55,3 +59,18 @@ def home_folder() -> Path:
     before = Path(os.path.expanduser("~/.cache/ds4q"))
     kept = any(os.path.lexists(before / name) for name in _KEPT)
     return before if kept and not folder.exists() else folder
+
+
+def broken_link(path: str | os.PathLike[str]) -> str | None:
+    """``broken link to TARGET`` where ``path`` is a symbolic link that leads nowhere, else None."""
+    if not os.path.islink(path) or os.path.exists(path):
+        return None
+    return f"broken link to {os.readlink(path)}"
+
+
+def reason(error: OSError) -> str:
+    """What went wrong, as the system says it; a link that leads nowhere is called a broken link."""
+    said = error.strerror or str(error)
+    if error.errno != errno.ENOENT or error.filename is None or error.filename2 is not None:
+        return said
+    return broken_link(os.fsdecode(error.filename)) or said

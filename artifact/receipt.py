@@ -22,6 +22,7 @@ import zstandard
 from ds4q.artifact.errors import MetadataError, ReceiptError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import canonical, front_digest, parse_metadata
+from ds4q.artifact.places import broken_link
 from ds4q.artifact.types import BY_NAME
 
 FORMAT = "ds4q.receipt.v1"
@@ -282,6 +283,8 @@ def find_receipt(reader: Reader, explicit: Path | None = None) -> tuple[Path, Re
     if explicit is not None:
         return explicit, read_receipt(explicit)
     by_name = receipt_path(reader.path)
+    if (what := broken_link(by_name)) is not None:
+        raise ReceiptError(what, path=by_name, remedy="mend the link, or remove it")
     try:
         if by_name.exists():
             return by_name, read_receipt(by_name)

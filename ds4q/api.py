@@ -21,6 +21,7 @@ from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.hfq2 import check_quantization_hash, declares_hash
 from ds4q.artifact.metadata import front_digest
+from ds4q.artifact.places import reason
 from ds4q.artifact.receipt import Receipt, find_receipt, receipt_path
 from ds4q.artifact.report import Check, Failure, Report
 from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
@@ -302,7 +303,7 @@ def _lacking(check: Check) -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             raise
-        check.fail(Failure(f"{error.filename}: {error.strerror}"))
+        check.fail(Failure(f"{error.filename}: {reason(error)}"))
 
 
 @dataclass(frozen=True, slots=True)

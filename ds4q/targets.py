@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ds4q import api
 from ds4q.artifact.hfq import MAGIC, UNFINISHED_MAGIC
+from ds4q.artifact.places import reason
 from ds4q.artifact.receipt import SUFFIX, read_receipt
 from ds4q.artifact.report import Check, Failure, Report
 from ds4q.registry.entries import Entry, Registry
@@ -303,7 +304,7 @@ def _verify_receipt(path: Path) -> Report:
 
 
 def _unreadable(error: OSError, path: Path) -> Failure:
-    return Failure(f"{error.filename or path}: {error.strerror or error}")
+    return Failure(f"{error.filename or path}: {reason(error)}")
 
 
 def failed(path: Path, check_name: str, failure: Failure) -> api.Verification:

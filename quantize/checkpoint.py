@@ -23,6 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from ds4q.artifact.metadata import canonical
+from ds4q.artifact.places import broken_link
 from ds4q.quantize.errors import (
     ChangedSourceError,
     ConfigError,
@@ -139,6 +140,8 @@ class Checkpoint:
             checkpoint = cls(path)
         elif path.suffix == SUFFIX and os.path.lexists(path):
             checkpoint = cls(path.parent)
+        elif (what := broken_link(path)) is not None:
+            raise MissingFileError(what, path=path)
         elif os.path.lexists(path):
             raise FileKindError(path=path)
         else:
@@ -242,7 +245,7 @@ class Checkpoint:
             # O_NONBLOCK: a named pipe in place of a shard must not hang the open.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise MissingFileError("shard is not there", path=path) from None
+            raise MissingFileError(broken_link(path) or "shard is not there", path=path) from None
         except OSError as error:
             raise SourceReadError(f"open failed: {error.strerror}", path=path) from error
         try:
@@ -444,8 +447,8 @@ def read_text(path: Path) -> bytes | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
-        if path.is_symlink():
-            raise MissingFileError("link leads nowhere", path=path) from None
+        if (what := broken_link(path)) is not None:
+            raise MissingFileError(what, path=path) from None
         return None
     except OSError as error:
         raise SourceReadError(f"open failed: {error.strerror}", path=path) from error

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.check import check_structure, own_metadata
+from ds4q.artifact.files import fsync_folder, write_whole
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.places import broken_link
+from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.report import Check
-from ds4q.artifact.whole import write_whole
-from ds4q.artifact.writer import FileLock, fsync_folder
+from ds4q.artifact.writer import FileLock
 from ds4q.registry.arch import ARCH_NAMES, MIXED, quant_for
 from ds4q.registry.entries import (
     SCHEMA_VERSION,
@@ -43,6 +45,7 @@ COMPUTED = frozenset(
 )
 """Keys of an entry that come from the files; all others are kept when a tag is registered again."""
 
+DRAFTS = ("dspark", "mtp")
 _DIGITS = 3  # of a size in GB, for people
 
 
@@ -249,26 +252,32 @@ def _describe(
             entry["quant_recipe"] = str(ours["recipe"])
         described = _Described(entry)
         beside = companions(file.name)
-        receipt = file.with_name(next(n for n, kind in beside.items() if kind == "receipt"))
+        receipt = receipt_path(file)
         if receipt.exists():
             check_receipt(receipt, digest, reader.file_bytes)
             entry["receipt"] = _sidecar(receipt, sha256(receipt))
         else:
-            described.warnings.append(f"{receipt} is not there: registered without a receipt")
+            what = broken_link(receipt)
+            what = "is not there" if what is None else f"is a {what}"
+            described.warnings.append(f"{receipt} {what}: registered without a receipt")
         drafts = wish.drafts
         if drafts is None:
-            named = [file.with_name(n) for n, kind in beside.items() if kind != "receipt"]
+            named = [file.with_name(n) for n, kind in beside.items() if kind in DRAFTS]
             drafts = [path for path in named if path.exists()]
         for draft in drafts:
             kind = beside.get(draft.name)
-            if kind is None or kind in entry:
+            if kind not in DRAFTS or kind in entry:
                 raise AddError(
                     "not a draft of this artifact by its name",
                     path=draft,
-                    expected=" or ".join(n for n, k in beside.items() if k != "receipt"),
+                    expected=" or ".join(n for n, k in beside.items() if k in DRAFTS),
                 )
             check_draft(draft, reader)
             entry[kind] = _sidecar(draft, sha256(draft))
+            receipt = receipt_path(draft)
+            if receipt.exists():
+                check_receipt(receipt, entry[kind]["sha256"], entry[kind]["size_bytes"])
+                entry[f"{kind}_receipt"] = _sidecar(receipt, sha256(receipt))
         if wish.adapter is not None:
             if check_adapter is not None:
                 check_adapter(wish.adapter, file)

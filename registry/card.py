@@ -28,7 +28,9 @@ GATES = ("divergence", "fidelity", "neutrality", "load-time", "device")  # check
 
 _WHAT_SIDECARS_ARE = {
     "receipt": "digests of every tensor; `ds4q verify` compares with it",
+    "dspark_receipt": "digests of every tensor of the dspark draft",
     "dspark": "draft model for speculative decoding with this trunk",
+    "mtp_receipt": "digests of every tensor of the mtp draft",
     "mtp": "draft model (MTP head) for this trunk",
     "adapter": "experimental: guesses which experts come next; off unless asked for",
     "triattn": "attention data of other runtimes",

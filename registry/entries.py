@@ -23,7 +23,7 @@ _SHOWN_PROBLEMS = 3
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """A file that belongs to a trunk: ``kind`` is dspark, mtp, adapter, receipt or triattn."""
+    """A file that belongs to a trunk or its draft: ``kind`` is one of ``SIDECAR_KINDS``."""
 
     kind: str
     file: str
@@ -84,8 +84,10 @@ class Registry:
     local: frozenset[str] = frozenset()
     comment: str | None = None
 
-    def resolve(self, name: str) -> Entry:
+    def resolve(self, name: str, *, to_pull: bool = False) -> Entry:
         """The entry with this tag, else alias, else registered file name: equal, never alike.
+
+        ``to_pull`` suggests only what can be pulled.
 
         Raises
         ------
@@ -100,12 +102,17 @@ class Registry:
         if len(holders) == 1:
             return self.entries[holders[0]]
         if holders:
-            remedy = f"give one of the tags {', '.join(holders)}"
+            named = [tag for tag in holders if self.entries[tag].repo] if to_pull else []
+            remedy = f"give one of the tags {', '.join(named or holders)}"
             raise AmbiguousNameError(path=self.origin, found=repr(name), remedy=remedy)
-        raise UnknownTagError(path=self.origin, found=repr(name), remedy=self._suggestion(name))
+        raise UnknownTagError(
+            path=self.origin, found=repr(name), remedy=self._suggestion(name, to_pull)
+        )
 
-    def _suggestion(self, name: str) -> str:
-        known = {*self.entries, *self.aliases, *(entry.file for entry in self.entries.values())}
+    def _suggestion(self, name: str, to_pull: bool) -> str:
+        fit = {tag: entry for tag, entry in self.entries.items() if entry.repo or not to_pull}
+        aliases = (alias for alias, tag in self.aliases.items() if tag in fit)
+        known = {*fit, *aliases, *(entry.file for entry in fit.values())}
         folded = {each.casefold(): each for each in sorted(known)}
         near = difflib.get_close_matches(name.casefold(), folded, n=_SUGGESTED, cutoff=0.6)
         if near:

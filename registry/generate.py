@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
-from ds4q.artifact.whole import write_whole
+from ds4q.artifact.files import write_whole
 from ds4q.registry.arch import KNOWN_QUANTS, arch_id_for, quant_for
 from ds4q.registry.entries import SCHEMA_VERSION, check_document
 from ds4q.registry.errors import GenerateError, RegistryError

@@ -20,11 +20,18 @@ from ds4q.registry.names import ARTIFACT_SUFFIXES, fits
 from ds4q.registry.store import Store
 
 State = Literal[
-    "absent", "partial", "wrong size", "wrong hash", "unverified", "not hashed", "verified"
+    "absent",
+    "broken link",
+    "partial",
+    "wrong size",
+    "wrong hash",
+    "unverified",
+    "not hashed",
+    "verified",
 ]
-"""Of a file: not there; begun to be fetched; of another length than registered; noted with another
-digest; registered without one; of the right length and not hashed since it changed; noted with the
-right digest."""
+"""Of a file: not there; a link that leads nowhere; begun to be fetched; of another length than
+registered; noted with another digest; registered without one; of the right length and not hashed
+since it changed; noted with the right digest."""
 
 TRUNK = "trunk"
 JOURNAL_SUFFIX = ".blocks"  # of what a download has of an unfinished file
@@ -72,6 +79,8 @@ def held(store: Store, kind: str, what: Entry | Sidecar) -> Held:
 
 def _state(store: Store, what: Entry | Sidecar) -> State:
     size = store.size(what.file)
+    if size is None and store.broken(what.file) is not None:
+        return "broken link"
     if size is None:
         begun = store.size(what.file + PARTIAL_SUFFIX) is not None
         return "partial" if begun else "absent"
@@ -110,6 +119,7 @@ def companions(file: str) -> dict[str, str]:
         f"{stem}-dspark{dot}{suffix}": "dspark",
         f"{stem}.mtp": "mtp",
     }
+    drafts |= {name + SUFFIX: f"{kind}_receipt" for name, kind in drafts.items()}
     named = (drafts if stem else {}) | {file + SUFFIX: "receipt"}
     return {name: kind for name, kind in named.items() if fits(name)}
 

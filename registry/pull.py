@@ -5,7 +5,7 @@ How one file is fetched is ``fetch.py``. Removes nothing, believes nothing that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import xxhash
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import front_digest
-from ds4q.artifact.receipt import Receipt, read_receipt
+from ds4q.artifact.receipt import SUFFIX, Receipt, read_receipt
 from ds4q.registry.blocks import check_room
 from ds4q.registry.entries import Entry, Sidecar
 from ds4q.registry.errors import (
@@ -33,6 +33,7 @@ from ds4q.registry.errors import (
 )
 from ds4q.registry.fetch import RANGES, Wanted, fetch
 from ds4q.registry.hub import HubRepo, look_up
+from ds4q.registry.rules import RECEIPTS
 from ds4q.registry.store import Store, compare_sha256, compare_size
 
 Advance = Callable[[int], None]
@@ -92,8 +93,9 @@ def pull(
 ) -> Pulled:
     """Have all files of a tag in ``folder``, each of the registered size and digest.
 
-    The receipt comes first, then the trunk, then the other sidecars. A file that is there is
-    checked; it is read where no earlier check was noted. What was fetched before a failure stays.
+    The receipt comes first, then the trunk, then the other sidecars, a draft after its receipt. A
+    file that is there is checked; it is read where no earlier check was noted. What was fetched
+    before a failure stays.
 
     Parameters
     ----------
@@ -108,7 +110,7 @@ def pull(
     LocalOnlyError, UnverifiedError, UnsafeNameError : before anything is done
     OtherFileError, ExistsError : something else stands where a file goes; nothing is fetched then
     PullError : the trunk is there, a sidecar could not be had
-    HubError, and what ``fetch`` raises : the trunk or its receipt could not be had
+    HubError, and what ``fetch`` raises : the trunk could not be had
     """
     job = _Pull(entry, Store(folder), force, progress, tell, ranges)
     wanted = list(_files(entry, trunk_only=trunk_only, adapter=adapter))
@@ -126,16 +128,22 @@ def pull(
             states[what.file] = job.file(kind, what, "would fetch", what.sha256)
     elif absent:
         job.fetch_all(absent, states)
+    if not dry_run:
+        for _, what in wanted:
+            job.store.take_back(what.file, entry.tag)
     commit = job.hub.commit if job.hub else None
     files = tuple(done for _, what in wanted if (done := states[what.file]) is not None)
     if job.failed:
         errors = job.failed.values()
         remedies = dict.fromkeys(error.remedy for error in errors if error.remedy)
+        remedy = " and ".join(remedies) or "pull again"
+        if any(what.file in job.failed for kind, what in wanted if kind != "receipt"):
+            remedy += "; or do without by --trunk-only"
         raise PullError(
             f"pulled without {', '.join(job.failed)}",
             path=entry.tag,
             found="; ".join(str(error).removesuffix(f"; {error.remedy}") for error in errors),
-            remedy=f"{' and '.join(remedies) or 'pull again'}; or do without by --trunk-only",
+            remedy=remedy,
         )
     return Pulled(entry.tag, entry.repo, commit, files)
 
@@ -220,7 +228,7 @@ class _Pull:
             try:
                 states[what.file] = self.file(kind, what, "fetched", self._fetch(what))
             except (Ds4qError, OSError) as error:
-                if kind in (TRUNK, "receipt"):
+                if kind == TRUNK:
                     raise
                 if not isinstance(error, Ds4qError):
                     error = TransferError(error.strerror, path=self.store.path(what.file))
@@ -257,7 +265,7 @@ class _Pull:
                 progress=heard,
                 ranges=self._ranges,
                 replace=self.force,
-                damaged=self._damaged if what is self.entry else None,
+                damaged=self._damaged_of(what),
                 tell=self._tell,
             )
         self.store.note_verified(what.file, sha256)
@@ -266,10 +274,10 @@ class _Pull:
     def _compare_all(self, hub: HubRepo, files: Sequence[tuple[str, Entry | Sidecar]]) -> None:
         """What the hub says of its files must not differ from what is registered.
 
-        A trunk or receipt that it lacks is refused here; another sidecar is when it is its turn.
+        A trunk that it lacks is refused here; a sidecar is noted when it is its turn.
         """
         for kind, what in files:
-            if what.file not in hub.files and kind not in (TRUNK, "receipt"):
+            if what.file not in hub.files and kind != TRUNK:
                 continue
             there = hub.file(what.file)
             for registered, found in (
@@ -298,18 +306,23 @@ class _Pull:
             self.hub.headers,
         )
 
-    def _damaged(self, path: Path) -> list[tuple[int, int]]:
-        """Byte ranges of a whole trunk that differ from what its receipt says."""
-        for each in self.entry.sidecars:
-            if each.kind == "receipt":
-                place = self.store.path(each.file)
-                try:
-                    receipt = read_receipt(place)
-                except (ArtifactError, OSError):
-                    continue
-                if receipt.sha256 == self.entry.sha256:
-                    return damaged_ranges(path, receipt)
-        return []
+    def _damaged_of(
+        self, what: Entry | Sidecar
+    ) -> Callable[[Path], Iterable[tuple[int, int]]] | None:
+        """What finds the damaged byte ranges of a trunk or draft; None where it has no receipt."""
+        named = {each.file for each in self.entry.sidecars if each.kind in RECEIPTS}
+        place = self.store.path(what.file + SUFFIX) if what.file + SUFFIX in named else None
+        if place is None:
+            return None
+
+        def damaged(path: Path) -> list[tuple[int, int]]:
+            try:
+                receipt = read_receipt(place)
+            except (ArtifactError, OSError):
+                return []
+            return damaged_ranges(path, receipt) if receipt.sha256 == what.sha256 else []
+
+        return damaged
 
 
 def damaged_ranges(path: Path, receipt: Receipt) -> list[tuple[int, int]]:

@@ -10,8 +10,10 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds4q.artifact.receipt import SUFFIX
-from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile, fsync_folder
+from ds4q.artifact.errors import ArtifactError
+from ds4q.artifact.files import file_kind, fsync_folder
+from ds4q.artifact.receipt import SUFFIX, read_receipt
+from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile
 from ds4q.registry.entries import Entry, Registry
 from ds4q.registry.errors import RegistryError, UnknownTagError
 from ds4q.registry.installed import JOURNAL_SUFFIX, artifacts, companions, registered_files
@@ -34,13 +36,15 @@ class Removal:
     files : name and bytes, in the order in which they go: the trunk last
     kept : name of a file, and the installed tag that names it, too; or the artifact that stays and
         has the file by name, too
-    left : receipts of files that go, which no tag registers
+    given_up : name of a file, and the tags that are removed while it stays for another one
+    left : files with the name of a receipt of a file that goes, which are not its receipt
     by_name : whether files were found by their names, as no tag registers them
     identities : of ``files``, what each was when it was listed
     """
 
     files: tuple[tuple[str, int], ...]
     kept: tuple[tuple[str, str], ...]
+    given_up: tuple[tuple[str, tuple[str, ...]], ...]
     left: tuple[str, ...]
     by_name: bool
     identities: tuple[Identity, ...]
@@ -53,7 +57,8 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
     left: ``NAME.partial`` and its journal. One without a journal is no download's, and stays. A
     file that no tag registers stands for itself and, if it is an artifact, for its companions by
     name (``companions``). What another installed tag names stays, and so does a companion of an
-    artifact that stays.
+    artifact that stays. A tag that was removed while its trunk stayed for another tag keeps
+    nothing. The receipt of a file goes with it, registered or not.
 
     Raises
     ------
@@ -74,7 +79,7 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
             if name in named_by:
                 wanted |= dict.fromkeys(_with_download(store, name), name)  # a sidecar: for itself
                 continue
-            if store.size(name) is None:
+            if store.size(name) is None and store.broken(name) is None:
                 raise
             by_name = True
             own = companions(name) if name in present or name.endswith(PARTIAL_SUFFIX) else {}
@@ -95,12 +100,25 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
         own: name for name in present - (found.keys() - kept.keys()) for own in companions(name)
     }
     kept |= {name: claimed[name] for name in found if name in beside & claimed.keys() - set(names)}
+    left = []
+    for name in [each for each in found if each not in kept]:
+        receipt = name + SUFFIX
+        if receipt in found or not fits(receipt) or store.size(receipt) is None:
+            continue
+        needed = [tag for tag in named_by.get(receipt, []) if tag not in leaving]
+        holder = next((tag for tag in needed if _installed(registry, store, tag)), None)
+        if holder is not None:
+            kept[receipt] = holder
+        elif _is_receipt_of(store, receipt, found[name].st_size):
+            found = _before(found, name, receipt, store.path(receipt).lstat())
+        else:
+            left.append(receipt)
     going = [name for name in found if name not in kept]
-    receipts = {name + SUFFIX for name in going} - wanted.keys() - named_by.keys()
-    left = sorted(name for name in receipts if fits(name) and store.size(name) is not None)
+    given_up = {name: tuple(sorted(leaving.intersection(named_by.get(name, ())))) for name in kept}
     return Removal(
         files=tuple((name, found[name].st_size) for name in going),
         kept=tuple(kept.items()),
+        given_up=tuple((name, tags) for name, tags in given_up.items() if tags),
         left=tuple(left),
         by_name=by_name,
         identities=tuple(identity_of(found[name]) for name in going),
@@ -119,7 +137,29 @@ def _with_download(store: Store, file: str) -> list[str]:
 
 
 def _installed(registry: Registry, store: Store, tag: str) -> bool:
-    return store.size(registry.entries[tag].file) is not None
+    trunk = registry.entries[tag].file
+    return store.size(trunk) is not None and tag not in store.given_up(trunk)
+
+
+def _is_receipt_of(store: Store, receipt: str, nbytes: int) -> bool:
+    """Whether a file is a receipt, of an artifact of this length; regular and no link."""
+    path = store.path(receipt)
+    try:
+        return not path.is_symlink() and read_receipt(path).file_bytes == nbytes
+    except (ArtifactError, OSError):
+        return False
+
+
+def _before(
+    files: dict[str, os.stat_result], name: str, other: str, status: os.stat_result
+) -> dict[str, os.stat_result]:
+    """``files`` with ``other`` in front of ``name``."""
+    out: dict[str, os.stat_result] = {}
+    for each, known in files.items():
+        if each == name:
+            out[other] = status
+        out[each] = known
+    return out
 
 
 def _removable(store: Store, name: str) -> os.stat_result | None:
@@ -130,7 +170,8 @@ def _removable(store: Store, name: str) -> os.stat_result | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(status.st_mode):
-        kind = "a link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+        what = store.broken(name)
+        kind = file_kind(status.st_mode) if what is None else f"a {what}"
         raise RemovalError(found=kind, path=path, remedy="look at it, and remove it by hand")
     if name.endswith(PARTIAL_SUFFIX):
         PartialFile(store.path(name.removesuffix(PARTIAL_SUFFIX)), 0).close()  # refused if in use
@@ -150,5 +191,7 @@ def remove(store: Store, removal: Removal) -> None:
             raise RemovalError("file changed since it was listed", path=store.path(name))
         os.unlink(store.path(name))
         store.forget(name)
+    for name, tags in removal.given_up:
+        store.give_up(name, tags)
     if removal.files:
         fsync_folder(store.folder)

@@ -15,8 +15,13 @@ from ds4q.registry.errors import UnsafeNameError
 from ds4q.registry.names import plain_name
 from ds4q.registry.schema import Problem, shown
 
-SIDECAR_KINDS = ("receipt", "dspark", "mtp", "adapter", "triattn")
-"""In the order in which they are fetched: the receipt says what the trunk has to be."""
+SIDECAR_KINDS = (
+    "receipt", "dspark_receipt", "dspark", "mtp_receipt", "mtp", "adapter", "triattn"
+)  # fmt: skip
+"""In the order in which they are fetched: a receipt says what its file has to be."""
+
+RECEIPTS = {"receipt": "trunk", "dspark_receipt": "dspark", "mtp_receipt": "mtp"}
+"""Kind of a receipt -> kind of the file that it belongs to."""
 
 PROFILES = ("general", "coding", "instruct")
 RECEIPT_SUFFIX = ".receipt"
@@ -104,10 +109,15 @@ def _sidecar_rules(tag: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
     if "mtp" in entry and release(tag, entry["file"]) == CURRENT_RELEASE:
         what = f"an MTP draft does not pair with the {CURRENT_RELEASE} trunk; its draft is dspark"
         yield Problem((*where, "mtp"), what, found=shown(entry["mtp"]["file"]))
-    beside = entry["file"] + RECEIPT_SUFFIX
-    if "receipt" in entry and entry["receipt"]["file"] != beside:
-        found = shown(entry["receipt"]["file"])
-        yield Problem((*where, "receipt", "file"), "not the trunk's receipt", shown(beside), found)
+    for kind, of in RECEIPTS.items():
+        if kind not in entry:
+            continue
+        owner = entry if of == "trunk" else entry.get(of)
+        if owner is None:
+            yield Problem((*where, kind), f"a receipt of a {of} file that is not registered")
+        elif entry[kind]["file"] != owner["file"] + RECEIPT_SUFFIX:
+            expected, found = shown(owner["file"] + RECEIPT_SUFFIX), shown(entry[kind]["file"])
+            yield Problem((*where, kind, "file"), f"not the {of}'s receipt", expected, found)
 
 
 def _budget_rules(where: tuple[str, ...], entry: Mapping[str, Any]) -> Iterator[Problem]:

@@ -14,12 +14,13 @@ from contextlib import redirect_stdout
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.files import write_whole
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import read_receipt, receipt_path
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.walk import ReceiptDigests
-from ds4q.artifact.whole import write_whole
 from ds4q.registry.errors import RegistryError
 from ds4q.registry.names import inner_path
 from ds4q.registry.store import digest_of, opened
@@ -135,7 +136,7 @@ def check_signature(
         config.use_elliptic_key_verifier(public_key=public_key)
         with redirect_stdout(said):  # the library prints its warnings among our results
             config.verify(artifact.parent, signature)
-    except (OSError, RegistryError):
+    except (OSError, Ds4qError):
         raise
     except Exception as error:  # of a stack of libraries, over a file that may hold anything
         check.fail(Failure(f"{signature}: not a valid signature of {public_key}: {_words(error)}"))

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.files import write_whole
 from ds4q.artifact.places import expanded, home_folder
-from ds4q.artifact.whole import write_whole
 from ds4q.registry.document import read_whole
 from ds4q.registry.errors import RefusedError, SourceError, TransferError
 from ds4q.registry.remote import Remote, shown

@@ -7,23 +7,30 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ChangedError, TruncatedError
+from ds4q.artifact.files import (
+    NotRegularError,
+    TooLongError,
+    open_regular,
+    read_small,
+    write_whole,
+)
 from ds4q.artifact.hfq import U8, pread_all
-from ds4q.artifact.places import home_folder
+from ds4q.artifact.places import broken_link, home_folder
 from ds4q.artifact.report import Failure
 from ds4q.registry.entries import Entry, Sidecar
-from ds4q.registry.errors import RegistryError
 from ds4q.registry.names import inner_name
 
 Identity = dict[str, int]
-NOTES = ".verified"  # begins with a dot: no registered file can be called so
+VERIFIED = ".verified"  # folder of notes; begins with a dot, as no registered file may
+GIVEN_UP = ".given-up"  # the same, of files that stay although a tag of theirs was removed
+MAX_NOTE_BYTES = 1 << 16
 
 
 def models_folder() -> Path:
@@ -74,15 +81,7 @@ class Store:
 
     def verified(self, name: str) -> str | None:
         """SHA-256 (hex) that was noted for the file as it is now; None where none was."""
-        path, place = self.path(name), self._note(name)
-        try:
-            note = json.loads(place.read_bytes())
-            now = identity_of(path.stat())
-        except (OSError, ValueError):
-            return None
-        if not isinstance(note, dict) or {key: note.get(key) for key in now} != now:
-            return None
-        sha256 = note.get("sha256")
+        sha256 = self._read_note(VERIFIED, name).get("sha256")
         return sha256 if isinstance(sha256, str) else None
 
     def note_verified(self, name: str, sha256: str) -> None:
@@ -90,34 +89,69 @@ class Store:
 
         A folder that cannot be written to takes no note: the file is read again next time.
         """
-        self._write_note(name, identity_of(self.path(name).stat()) | {"sha256": sha256})
+        status = self.path(name).stat()
+        self._write_note(VERIFIED, name, identity_of(status) | {"sha256": sha256})
+
+    def given_up(self, name: str) -> frozenset[str]:
+        """Tags that were removed while this file stayed for another one of its tags."""
+        tags = self._read_note(GIVEN_UP, name).get("tags")
+        sound = isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)
+        return frozenset(tags) if isinstance(tags, list) and sound else frozenset()
+
+    def give_up(self, name: str, tags: Iterable[str]) -> None:
+        """Remember that these tags were removed, and the file stays for others."""
+        held = sorted(self.given_up(name).union(tags))
+        self._write_note(GIVEN_UP, name, identity_of(self.path(name).stat()) | {"tags": held})
+
+    def take_back(self, name: str, tag: str) -> None:
+        """Have a tag need the file again, which was removed before."""
+        if tag in (tags := self.given_up(name)):
+            status = self.path(name).stat()
+            self._write_note(GIVEN_UP, name, identity_of(status) | {"tags": sorted(tags - {tag})})
+
+    def broken(self, name: str) -> str | None:
+        """``broken link to TARGET`` where that is what has the name."""
+        return broken_link(self.path(name))
 
     def digest(self, name: str, *, advance: Callable[[int], None] = lambda nbytes: None) -> str:
         """SHA-256 (hex) of a file, which is read and noted. Raises as ``digest_of``."""
         path = self.path(name)
         with opened(path) as (fd, status):
             sha256 = _sha256(fd, status, path, advance)
-        self._write_note(name, identity_of(status) | {"sha256": sha256})
+        self._write_note(VERIFIED, name, identity_of(status) | {"sha256": sha256})
         return sha256
 
     def forget(self, name: str) -> None:
-        """Drop the note of a file that is gone."""
-        self._note(name).unlink(missing_ok=True)
+        """Drop the notes of a file that is gone."""
+        for kind in (VERIFIED, GIVEN_UP):
+            if (place := self._note(kind, name)) is not None:
+                place.unlink(missing_ok=True)
 
-    def _write_note(self, name: str, note: Mapping[str, int | str]) -> None:
-        place = self._note(name)
-        temporary = place.with_name(f".{secrets.token_hex(8)}")
+    def _read_note(self, kind: str, name: str) -> dict[str, object]:
+        """What was noted of a file as it is now; nothing where it changed since."""
+        place = self._note(kind, name)
+        try:
+            if place is None:
+                return {}
+            note = json.loads(read_small(place, MAX_NOTE_BYTES, follow=False))
+            now = identity_of(self.path(name).stat())
+        except (OSError, ValueError, RecursionError, NotRegularError, TooLongError):
+            return {}
+        sound = isinstance(note, dict) and {key: note.get(key) for key in now} == now
+        return note if sound else {}
+
+    def _write_note(self, kind: str, name: str, note: Mapping[str, object]) -> None:
         with suppress(OSError):
-            place.parent.mkdir(exist_ok=True)
-            try:
-                temporary.write_text(json.dumps(note))
-                os.replace(temporary, place)
-            finally:
-                temporary.unlink(missing_ok=True)
+            (self.folder / kind).mkdir(exist_ok=True)
+            if (place := self._note(kind, name)) is not None:
+                write_whole(place, json.dumps(note))
 
-    def _note(self, name: str) -> Path:
+    def _note(self, kind: str, name: str) -> Path | None:
+        """Where a note is; None where its folder is not one: a link there is not followed."""
         self.path(name)
-        return self.folder / NOTES / name
+        folder = self.folder / kind
+        real = folder.is_dir() and not folder.is_symlink()
+        return folder / name if real else None
 
 
 def digest_of(path: Path, *, advance: Callable[[int], None] = lambda nbytes: None) -> str:
@@ -126,7 +160,7 @@ def digest_of(path: Path, *, advance: Callable[[int], None] = lambda nbytes: Non
     Raises
     ------
     ChangedError : the file changed while it was read
-    RegistryError : not a regular file
+    NotRegularError : not a regular file
     """
     with opened(path) as (fd, status):
         return _sha256(fd, status, path, advance)
@@ -154,13 +188,9 @@ def compare_sha256(what: Entry | Sidecar, found: str) -> Iterator[Failure]:
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """A regular file, open for reading, and what it was when it was opened."""
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_regular(path)
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise RegistryError("not a regular file", path=path)
-        yield fd, status
+        yield fd, os.fstat(fd)
     finally:
         os.close(fd)
 

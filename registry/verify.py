@@ -13,6 +13,7 @@ from pathlib import Path
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.places import broken_link
 from ds4q.artifact.receipt import read_receipt
 from ds4q.artifact.report import Check, Failure
 from ds4q.registry import entries, sources
@@ -20,6 +21,7 @@ from ds4q.registry.arch import quant_for
 from ds4q.registry.entries import Entry, Registry, Sidecar
 from ds4q.registry.errors import DocumentError, RegistryError
 from ds4q.registry.names import plain_name
+from ds4q.registry.rules import RECEIPTS
 from ds4q.registry.schema import canonical
 from ds4q.registry.store import compare_sha256, compare_size, digest_of
 
@@ -148,7 +150,9 @@ def check_sidecars(
     for sidecar in entry.sidecars:
         path = folder / plain_name(sidecar.file, what=f"{sidecar.kind} of {entry.tag}")
         if not path.exists():
-            check.notes.append(f"{sidecar.kind} {sidecar.file} is not there")
+            what = broken_link(path)
+            found = "not there" if what is None else f"a {what}"
+            check.notes.append(f"{sidecar.kind} {sidecar.file} is {found}")
             continue
         checked += 1
         failures = list(compare_size(sidecar, path.stat().st_size))
@@ -174,8 +178,9 @@ def _check_identity(
     check_adapter: CheckAdapter | None,
     check: Check,
 ) -> None:
-    if sidecar.kind == "receipt":
-        check_receipt(path, entry.sha256, entry.size_bytes)
+    if (of := RECEIPTS.get(sidecar.kind)) is not None:
+        owner = next((each for each in entry.sidecars if each.kind == of), entry)
+        check_receipt(path, owner.sha256, owner.size_bytes)
         return
     if not trunk.exists():
         check.notes.append(f"{sidecar.file}: its trunk is not there to compare with")

@@ -20,6 +20,7 @@ import click
 from ds4q import __version__
 from ds4q.artifact import stops
 from ds4q.artifact.errors import MAX_PATH, cut, escape_unencodable
+from ds4q.artifact.places import reason
 from ds4q.cli.common import VERBOSE, UserPath, say, say_traceback
 
 COMMANDS = {
@@ -143,7 +144,7 @@ def _os_error_text(error: OSError) -> str:
         for name in (error.filename, error.filename2)
         if name is not None
     ]
-    what = error.strerror or str(error)
+    what = reason(error)
     if error.errno == errno.EBADF and not files:  # as _standard_streams opens a closed one
         what = f"standard output cannot be written: {what}"
     return f"{' -> '.join(files)}: {what}" if files else what

@@ -274,7 +274,7 @@ def pull(
     """
     from ds4q.registry import pull as pulling
 
-    entry = load(origin, offline=False).resolve(name)
+    entry = load(origin, offline=False).resolve(name, to_pull=True)
     _warn_of_memory(entry)
     pulled = pulling.pull(
         entry,
@@ -431,7 +431,7 @@ def _print_models(known: list[Model], others: list[Stray]) -> None:
             model.entry.tag if held is model.files[0] else f"  {held.kind}",
             model.entry.quant if held is model.files[0] else "",
             f"{model.entry.size_gb:g} GB" if held is model.files[0] else "",
-            _here(held),
+            _here(held, model.entry),
             held.file,
         )
         for model in known
@@ -444,7 +444,9 @@ def _print_models(known: list[Model], others: list[Stray]) -> None:
         common.line(f"no tag: {stray.file}, {stray.size_bytes:,} bytes{fault}{own}")
 
 
-def _here(held: Held) -> str:
-    if held.kind == "adapter" and held.state == "absent":
-        return "experimental"
-    return "-" if held.state == "absent" else held.state
+def _here(held: Held, entry: Entry) -> str:
+    if held.state != "absent":
+        return held.state
+    if not entry.repo:
+        return "local only"
+    return "experimental" if held.kind == "adapter" else "-"

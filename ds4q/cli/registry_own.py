@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ds4q.artifact.places import broken_link, reason
 from ds4q.cli import common
 from ds4q.cli.registry_shared import load, models_option, open_store, registry_option
 
@@ -139,6 +140,8 @@ def _register(
         )
     for warning in added.warnings:
         common.warn(warning)
+    if here and not dry_run:
+        store.take_back(file.name, wish.tag)
     if not here:
         common.warn(f"{file} is not in {store.folder}: list, verify and rm look for it there")
     return added
@@ -196,6 +199,8 @@ def added_document(added: Added) -> dict[str, Any]:
 
 def print_added(added: Added, *, dry_run: bool = False) -> None:
     """What was registered, or would be, in a few lines."""
+    from ds4q.registry.rules import SIDECAR_KINDS
+
     entry = added.entry
     if added.was is None:
         verb = "would register" if dry_run else "registered"
@@ -206,7 +211,7 @@ def print_added(added: Added, *, dry_run: bool = False) -> None:
     size = f"{entry['size_bytes']:,} bytes"
     common.line(f"{verb} {added.tag}: {entry['file']}, {entry['quant']}, {size}")
     common.line(f"  sha256     {entry['sha256']}")
-    for kind in ("receipt", "dspark", "mtp", "adapter"):
+    for kind in SIDECAR_KINDS:
         if kind in entry:
             common.line(f"  {kind:10} {entry[kind]['file']}")
     common.line(f"  in         {added.path}")
@@ -300,12 +305,14 @@ def _verify_tag(report: Report, entry: Entry, store: Store, quiet: bool) -> None
 
         try:
             if store.size(entry.file) is None:
-                check.fail(Failure(f"{entry.tag}: {entry.file} is not in {store.folder}"))
+                what = broken_link(trunk)
+                where = f"not in {store.folder}" if what is None else f"a {what}"
+                check.fail(Failure(f"{entry.tag}: {entry.file} is {where}"))
             else:
                 check_trunk(entry, trunk, lambda: sha256(trunk), check)
             check_sidecars(entry, store.folder, check, check_adapter=check_adapter, sha256=sha256)
         except OSError as error:
-            check.fail(Failure(f"{error.filename}: {error.strerror}"))
+            check.fail(Failure(f"{error.filename}: {reason(error)}"))
 
 
 def _print_report(report: Report) -> None:
@@ -362,8 +369,9 @@ def rm(
     removal = plan_removal(registry, store, names)
     if not as_json:
         _print_removal(removal, store, own, dry_run)
-    work = bool(removal.files or own)
-    agreed = not dry_run and work and (yes or _agrees(removal, own))
+    asks = bool(removal.files or own)
+    work = asks or bool(removal.given_up)
+    agreed = not dry_run and work and (yes or not asks or _agrees(removal, own))
     if agreed:
         remove(store, removal)
         _forget(own)
@@ -407,11 +415,13 @@ def _print_removal(removal: Removal, store: Store, own: Sequence[str], dry_run: 
         common.line(f"{verb} {store.path(name)}: {size:,} bytes")
     for name, tag in removal.kept:
         common.line(f"keep {store.path(name)}: {tag} needs it")
+    for name, tags in removal.given_up:
+        common.line(f"{', '.join(tags)}: {name} goes when the last of its tags is removed")
     for name in removal.left:
-        common.line(f"leave {store.path(name)}: no tag registers it")
+        common.line(f"leave {store.path(name)}: not a receipt of a file that goes")
     if removal.by_name:
         common.line("no tag registers these: what goes with the file was found by its name")
     for tag in own:
         common.line(f"{'would forget' if dry_run else 'forget'} {tag}, your own entry")
-    if not removal.files and not own:
+    if not removal.files and not removal.given_up and not own:
         common.line(f"nothing to remove in {store.folder}")

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact.places import broken_link
 from ds4q.quantize.config import Dims
 from ds4q.quantize.errors import ImatrixError, ImatrixModelError
 from ds4q.quantize.imatrix.gguf import GGUF_MAGIC, read_gguf
@@ -167,7 +168,9 @@ def _opened(path: Path) -> Iterator[tuple[int, _Identity]]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise ImatrixError(
-            "imatrix is not there", path=path, remedy="make one with ds4q calibrate"
+            broken_link(path) or "imatrix is not there",
+            path=path,
+            remedy="make one with ds4q calibrate",
         ) from None
     try:
         status = os.fstat(fd)

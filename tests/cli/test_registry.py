@@ -79,6 +79,7 @@ def test_list_has_published_tags_and_own_ones(added: Path, home: Path) -> None:
     assert [(f["kind"], f["file"], f["state"]) for f in mine["files"]] == [
         ("trunk", "x.hfq", "verified"),
         ("receipt", "x.hfq.receipt", "verified"),
+        ("dspark_receipt", "x-dspark.hfq.receipt", "verified"),
         ("dspark", "x-dspark.hfq", "verified"),
     ]
     assert found["others"] == [{"file": "stray.fp4", "bytes": 4, "hfq": True, "companions": []}]
@@ -91,7 +92,8 @@ def test_list_for_people_groups_files_under_their_tag(added: Path, home: Path) -
     lines = result.stdout.splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith(TAG))
     assert "verified" in lines[at]
-    assert [line.split()[0] for line in lines[at + 1 : at + 3]] == ["receipt", "dspark"]
+    shown = [line.split()[0] for line in lines[at + 1 : at + 4]]
+    assert shown == ["receipt", "dspark_receipt", "dspark"]
     adapter = next(line for line in lines if line.strip().startswith("adapter"))
     assert "experimental" in adapter
     assert lines[-1] == "no tag: stray.fp4, 7 bytes, not readable as an HFQ file"
@@ -102,7 +104,7 @@ def test_files_of_another_length_are_flagged_without_hashing(added: Path) -> Non
     flip(added.with_name("x-dspark.hfq"), 5000)
     (mine,) = [model for model in told("list")["models"] if model["tag"] == TAG]
     states = [file["state"] for file in mine["files"]]
-    assert states == ["wrong size", "verified", "not hashed"]
+    assert states == ["wrong size", "verified", "verified", "not hashed"]
     shown = registry("show", TAG).stdout
     assert "wrong size, 5 bytes here" in shown
 
@@ -260,7 +262,7 @@ def test_verify_passes_what_is_as_registered(added: Path) -> None:
     ]
     found = told("verify", TAG, TAG)
     assert [check["name"] for check in found["checks"]] == ["schema", TAG]
-    assert found["checks"][1]["figures"]["sidecars"] == 2
+    assert found["checks"][1]["figures"]["sidecars"] == 3
 
 
 def test_verify_tells_both_values_and_deletes_nothing(added: Path) -> None:
@@ -360,10 +362,30 @@ def test_card_refuses_a_report_of_another_artifact(added: Path, tmp_path: Path) 
     assert "not of this artifact" in refused("card", TAG, "--verify", report)
 
 
+def test_a_broken_link_is_called_one_everywhere(added: Path) -> None:
+    added.unlink()
+    added.symlink_to("/no/such/file")
+    says = "broken link to /no/such/file"
+    (mine,) = [model for model in told("list")["models"] if model["tag"] == TAG]
+    assert (mine["files"][0]["state"], mine["installed"]) == ("broken link", False)
+    assert "broken link" in registry("list").stdout
+    assert f"x.hfq is a {says}" in registry("verify", TAG).stderr
+    assert f"found a {says}" in refused("rm", TAG, "--yes")
+    for words in (("inspect",), ("verify",), ("run", "--prompt", "a"), ("export", "--to", "gguf")):
+        last = ["--output", str(added.with_name("out"))] if words[0] == "export" else []
+        result = CliRunner().invoke(main, [words[0], str(added), *words[1:], *last])
+        assert result.exit_code == 1
+        assert f"{added}: {says}" in result.output, words
+    added.unlink()
+    (added.parent / "x.hfq.receipt").unlink()
+    (added.parent / "x.hfq.receipt").symlink_to("/no/such/file")
+    assert f"receipt x.hfq.receipt is a {says}" in registry("verify", TAG).stdout
+
+
 def test_card_does_not_wait_for_a_pipe(added: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     said = refused("card", TAG, "--verify", tmp_path / "pipe")
-    assert said == f"{tmp_path / 'pipe'}: not a regular file"
+    assert said == f"{tmp_path / 'pipe'}: not a regular file: found a named pipe"
 
 
 def test_card_takes_nothing_from_a_file_that_is_not_as_registered(added: Path) -> None:

@@ -84,6 +84,7 @@ def test_an_entry_is_computed_from_the_file(file: Path, local: Path) -> None:
         "desc": "DeepSeek V4 as fp4, recipe fp4, a part of the model only",
         "receipt": told(file.with_name("x.hfq.receipt")),
         "dspark": told(file.with_name("x-dspark.hfq")),
+        "dspark_receipt": told(file.with_name("x-dspark.hfq.receipt")),
     }
     assert done.entry["min_vram_gb"] * 1e9 >= file.stat().st_size
     registry = load_registry(offline=True)
@@ -119,7 +120,7 @@ def test_a_file_made_anew_is_registered_anew(file: Path, local: Path) -> None:
         path.unlink()
     made(file.parent, seed=1)
     done = added(local, file)
-    assert done.changed == ("dspark", "receipt", "sha256")
+    assert done.changed == ("dspark", "dspark_receipt", "receipt", "sha256")
     assert done.entry["sha256"] == sha256(file) != before["sha256"]
     assert load_registry(offline=True).resolve(TAG).sha256 == sha256(file)
 
@@ -197,7 +198,7 @@ def test_digests_of_a_caller_are_used(file: Path, local: Path) -> None:
         return sha256(path)
 
     added(local, file, sha256=digest)
-    assert sorted(asked) == ["x-dspark.hfq", "x.hfq", "x.hfq.receipt"]
+    assert sorted(asked) == ["x-dspark.hfq", "x-dspark.hfq.receipt", "x.hfq", "x.hfq.receipt"]
 
 
 def test_a_dry_run_writes_nothing(file: Path, local: Path) -> None:
@@ -239,7 +240,11 @@ def test_a_draft_of_another_architecture_is_refused(file: Path, local: Path) -> 
 def test_a_draft_that_names_no_source_is_taken_by_its_bytes(file: Path, local: Path) -> None:
     draft = file.with_name("x-dspark.hfq")
     draft.write_bytes(build.File((build.Tensor("mtp.0.weight"),)).data())
-    assert added(local, file).entry["dspark"] == told(draft)
+    receipt = file.with_name("x-dspark.hfq.receipt")
+    check_refused(SidecarError, lambda: added(local, file), path=receipt)  # of the other draft
+    receipt.unlink()
+    entry = added(local, file).entry
+    assert (entry["dspark"], "dspark_receipt" in entry) == (told(draft), False)
 
 
 def test_a_draft_is_not_registered_for_a_model(file: Path, local: Path) -> None:
@@ -250,7 +255,7 @@ def test_a_draft_is_not_registered_for_a_model(file: Path, local: Path) -> None:
 def test_only_drafts_that_were_named_are_registered(file: Path, local: Path) -> None:
     assert "dspark" not in added(local, file, Wish(TAG, drafts=())).entry
     named = Wish(TAG, drafts=[file.with_name("x-dspark.hfq")])
-    assert added(local, file, named).changed == ("dspark",)
+    assert added(local, file, named).changed == ("dspark", "dspark_receipt")
     odd = file.with_name("y-dspark.hfq")
     check_refused(AddError, lambda: added(local, file, Wish(TAG, drafts=[odd])), path=odd)
 

@@ -131,6 +131,24 @@ def test_a_miss_far_from_all_says_where_tags_are() -> None:
     )
 
 
+def test_what_names_nothing_to_pull_is_not_offered_to_pull() -> None:
+    models = {
+        "flash:fp4": entry(repo="", file="a.fp4", receipt=None),
+        "flash:mq2r": entry(repo="owner/name", file="b.fp4"),
+        "other": entry(repo="", file="same.fp4"),
+    }
+    for item in models.values():
+        item.pop("receipt", None)
+    registry = read(document(models, {"flash:mine": "flash:fp4"}))
+    for to_pull, offered in ((True, "flash:mq2r?"), (False, "flash:fp4, ")):
+        error = check_refused(
+            UnknownTagError, lambda asked=to_pull: registry.resolve("flash:f", to_pull=asked)
+        )
+        assert offered in error.remedy
+        assert ("flash:fp4" in error.remedy) != to_pull
+        assert ("flash:mine" in error.remedy) != to_pull
+
+
 def test_a_file_of_several_tags_is_refused_with_all() -> None:
     shared = {FLASH: entry(), "b": entry(), "a": entry()}
     check_refused(

@@ -56,6 +56,9 @@ def test_companions_are_exact_names() -> None:
         "deepseek-v4-flash-mtp.mq2lloyd": "mtp",
         "deepseek-v4-flash-dspark.mq2lloyd": "dspark",
         "deepseek-v4-flash.mtp": "mtp",
+        "deepseek-v4-flash-mtp.mq2lloyd.receipt": "mtp_receipt",
+        "deepseek-v4-flash-dspark.mq2lloyd.receipt": "dspark_receipt",
+        "deepseek-v4-flash.mtp.receipt": "mtp_receipt",
         "deepseek-v4-flash.mq2lloyd.receipt": "receipt",
     }
     assert companions("noext") == {"noext.receipt": "receipt"}

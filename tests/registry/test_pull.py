@@ -221,12 +221,49 @@ def test_a_sidecar_that_another_file_stands_for_is_a_failure_too(
     assert {f.kind for f in pull(entry, models, trunk_only=True).files} == {"receipt", "trunk"}
 
 
-def test_without_its_receipt_no_trunk_is_fetched(
+def test_a_receipt_that_the_server_lacks_leaves_the_rest_pulled(
+    entry: Entry, server: Server, models: Path
+) -> None:
+    receipt = NAME + ".receipt"
+    server.fault = lambda request: Fault(status=404 if request.path.endswith("receipt") else 0)
+    error = check_refused(PullError, lambda: pull(entry, models), says=["HTTP 404", receipt])
+    assert "--trunk-only" not in str(error)  # it would ask for the receipt, too
+    assert {NAME, DRAFT} <= {path.name for path in models.iterdir()}
+    server.fault = lambda request: Fault()
+    assert {f.state for f in pull(entry, models).files} == {"present", "fetched"}
+
+
+def test_a_trunk_that_the_server_lacks_ends_a_pull(
     entry: Entry, server: Server, models: Path
 ) -> None:
     server.fault = lambda request: Fault(status=404)
-    check_refused(RefusedError, lambda: pull(entry, models))
-    assert files_of(server) == [NAME + ".receipt"]
+    error = check_refused(RefusedError, lambda: pull(entry, models))
+    assert error.path == server.url(NAME)
+
+
+def test_a_draft_comes_with_its_receipt_and_is_mended_by_it(
+    server: Server, served: Path, models: Path, tmp_path: Path
+) -> None:
+    draft = served / "t-dspark.fp4"
+    artifacts.write(draft, tensors=3, rows=400, seed=2)
+    receipt = draft.with_name(draft.name + ".receipt")
+    sidecars = {
+        "dspark": artifacts.registered(draft),
+        "dspark_receipt": artifacts.registered(receipt),
+    }
+    entry = entry_of(server.url("").rstrip("/"), served, tmp_path, **sidecars)
+    damage = iter([Fault(flip_at=5_000_000)])
+    server.fault = lambda request: (
+        next(damage, Fault()) if request.path == f"/{draft.name}" else Fault()
+    )
+    lines: list[str] = []
+    done = pull(entry, models, tell=lines.append)
+    assert [f.kind for f in done.files] == ["receipt", "trunk", "dspark_receipt", "dspark"]
+    assert (models / draft.name).read_bytes() == draft.read_bytes()
+    assert (models / receipt.name).read_bytes() == receipt.read_bytes()
+    assert any("damaged blocks" in line for line in lines)
+    draft.unlink()
+    receipt.unlink()
 
 
 def test_wrong_bytes_of_a_trunk_are_found_by_its_receipt(

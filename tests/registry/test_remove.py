@@ -13,6 +13,7 @@ from ds4q.registry.errors import UnknownTagError, UnsafeNameError
 from ds4q.registry.remove import RemovalError, plan_removal, remove
 from ds4q.registry.store import Store
 from tests.checks import check_refused
+from tests.registry import artifacts
 from tests.registry.shelves import filled, registered, registry_of, sidecar
 
 # As published: one family, the older release's name is the beginning of the newer one's.
@@ -188,6 +189,46 @@ def test_a_sidecar_by_its_own_name_goes_alone_or_stays(tmp_path: Path) -> None:
     assert gone(shared(), store, "d.fp4") == ["d.fp4"]
 
 
+def test_no_receipt_of_ours_is_left_behind(tmp_path: Path) -> None:
+    """An entry of an earlier version does not name the receipt of its draft."""
+    store = Store(tmp_path / "m")
+    store.folder.mkdir()
+    models = {}
+    for name in ("a.fp4", "a-dspark.fp4"):
+        artifacts.write(store.path(name), tensors=1, rows=1)
+        models[name] = store.path(name).read_bytes()
+    draft = sidecar("a-dspark.fp4", models["a-dspark.fp4"])
+    registry = registry_of({"m:a": registered("a.fp4", models["a.fp4"], dspark=draft)})
+    assert gone(registry, store, "m:a") == [
+        "a-dspark.fp4.receipt", "a-dspark.fp4", "a.fp4.receipt", "a.fp4",
+    ]  # fmt: skip
+    assert left(store) == set()
+
+
+def twins() -> Registry:
+    return registry_of({tag: registered("a.fp4", b"aa") for tag in ("m:a", "m:b", "m:c")})
+
+
+def test_tags_of_one_file_can_be_removed_one_after_the_other(tmp_path: Path) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa"})
+    assert gone(twins(), store, "m:a") == []
+    assert gone(twins(), store, "m:a") == [], "again"
+    removal = plan_removal(twins(), store, ["m:b"])
+    assert (removal.kept, removal.given_up) == ((("a.fp4", "m:c"),), (("a.fp4", ("m:b",)),))
+    remove(store, removal)
+    assert gone(twins(), store, "m:c") == ["a.fp4"]
+    assert [path.name for path in (store.folder / ".given-up").iterdir()] == []
+
+
+def test_a_tag_that_is_wanted_again_keeps_its_file(tmp_path: Path) -> None:
+    store = filled(tmp_path / "m", {"a.fp4": b"aa"})
+    assert gone(twins(), store, "m:a", "m:c") == []
+    store.take_back("a.fp4", "m:a")
+    assert gone(twins(), store, "m:b") == []
+    store.path("a.fp4").write_bytes(b"another")  # what was given up is no longer here
+    assert gone(twins(), store, "m:a") == []
+
+
 def test_a_receipt_goes_with_its_trunk_and_a_foreign_one_is_named(tmp_path: Path) -> None:
     receipt, draft = sidecar("a.fp4.receipt", b"r"), sidecar("a-dspark.fp4", b"d")
     registry = registry_of({"m:a": registered("a.fp4", b"aa", receipt=receipt, dspark=draft)})
@@ -221,6 +262,7 @@ def test_whatever_is_no_regular_file_stops_all(tmp_path: Path, kind: str) -> Non
         RemovalError, lambda: plan_removal(shared(), store, ["m:a"]), path=path, says=["by hand"]
     )
     assert ("link" in str(error)) == (kind in ("link", "dangling"))
+    assert ("a broken link to nowhere" in str(error)) == (kind == "dangling")
     assert store.path("a.fp4").exists()
     assert precious.read_bytes() == b"draft"
 

@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from ds4q.artifact.errors import ReceiptError
+from ds4q.artifact.files import NotRegularError
 from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.report import Check, Report
-from ds4q.registry.errors import RegistryError
 from ds4q.registry.signing import (
     NoSigningError,
     SigningError,
@@ -264,11 +264,11 @@ def test_a_named_pipe_is_not_waited_for(artifact: Path, key: Path, tmp_path: Pat
     os.mkfifo(pipe)
     out = signature_path(artifact)
     call: Any = lambda: sign(artifact, pipe, out)  # noqa: E731
-    check_refused(RegistryError, call, path=pipe, says=["not a regular file"])
+    check_refused(NotRegularError, call, path=pipe, says=["not a regular file"])
     sign(artifact, key, out)
     for public, signature in ((pipe, out), (key.with_suffix(".pub"), pipe)):
         (line,) = faults(artifact, public, signature)
-        assert line == f"{pipe}: not a regular file"
+        assert line == f"{pipe}: not a regular file: found a named pipe"
 
 
 def test_a_damaged_signature_is_red_and_never_a_traceback(artifact: Path, key: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from ds4q.artifact.errors import ChangedError
+from ds4q.artifact.files import NotRegularError
 from ds4q.registry.entries import Sidecar
-from ds4q.registry.errors import RegistryError, UnsafeNameError
+from ds4q.registry.errors import UnsafeNameError
 from ds4q.registry.store import (
-    NOTES,
+    VERIFIED,
     Store,
     compare_sha256,
     compare_size,
@@ -110,22 +111,22 @@ def test_a_note_ends_with_the_file_that_takes_its_place(store: Store, tmp_path: 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "not json", '{"sha256": 5}', "\xff"])
 def test_a_note_that_is_damaged_is_none(store: Store, text: str) -> None:
     store.note_verified("a.fp4", SHA256)
-    (store.folder / NOTES / "a.fp4").write_bytes(text.encode("latin-1"))
+    (store.folder / VERIFIED / "a.fp4").write_bytes(text.encode("latin-1"))
     assert store.verified("a.fp4") is None
 
 
 def test_a_digest_must_be_text(store: Store) -> None:
     store.note_verified("a.fp4", SHA256)
-    note = store.folder / NOTES / "a.fp4"
+    note = store.folder / VERIFIED / "a.fp4"
     note.write_text(note.read_text().replace(f'"{SHA256}"', "5"))
     assert store.verified("a.fp4") is None
 
 
 def test_a_folder_that_takes_no_notes_is_read_again(store: Store) -> None:
-    (store.folder / NOTES).write_bytes(b"in the way")
+    (store.folder / VERIFIED).write_bytes(b"in the way")
     assert store.digest("a.fp4") == SHA256
     assert store.verified("a.fp4") is None
-    assert sorted(p.name for p in store.folder.iterdir()) == [NOTES, "a.fp4"]
+    assert sorted(p.name for p in store.folder.iterdir()) == [VERIFIED, "a.fp4"]
 
 
 def test_a_digest_is_noted_and_told_as_it_is_read(store: Store) -> None:
@@ -151,9 +152,33 @@ def test_a_file_that_changes_while_it_is_read_is_refused(store: Store) -> None:
     assert store.verified("a.fp4") is None
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "long"])
+def test_a_note_is_read_and_written_in_its_folder_only(
+    store: Store, tmp_path: Path, kind: str
+) -> None:
+    notes = store.folder / VERIFIED
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        notes.symlink_to(tmp_path / "elsewhere")
+    else:
+        notes.mkdir()
+        if kind == "pipe":
+            os.mkfifo(notes / "a.fp4")
+        else:
+            (notes / "a.fp4").touch()
+            os.truncate(notes / "a.fp4", 3 << 30)
+    assert store.verified("a.fp4") is None
+    assert store.digest("a.fp4") == SHA256
+    assert (store.verified("a.fp4") == SHA256) == (kind != "link")
+    store.forget("a.fp4")
+    assert store.verified("a.fp4") is None
+    if kind == "link":
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_named_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.fp4")
-    check_refused(RegistryError, lambda: digest_of(tmp_path / "a.fp4"), path=tmp_path / "a.fp4")
+    check_refused(NotRegularError, lambda: digest_of(tmp_path / "a.fp4"), path=tmp_path / "a.fp4")
 
 
 def test_lengths_are_told_with_both_values() -> None:

@@ -15,6 +15,7 @@ import pytest
 from ds4q.artifact.report import Check
 from ds4q.registry.add import Wish, add
 from ds4q.registry.entries import Entry, load_registry
+from ds4q.registry.rules import SIDECAR_KINDS
 from ds4q.registry.sources import BUNDLED, keep_copy
 from ds4q.registry.store import digest_of
 from ds4q.registry.verify import (
@@ -85,7 +86,7 @@ def test_what_is_as_registered_passes(known: Entry, folder: Path) -> None:
     assert check.notes == []
     check = sidecars(known, folder)
     assert check.ok
-    assert check.figures == {"sidecars": 2}
+    assert check.figures == {"sidecars": 3}
     assert check.notes == []
 
 
@@ -174,11 +175,13 @@ def test_a_file_that_is_no_artifact_fails(known: Entry, folder: Path) -> None:
 def test_what_is_not_there_is_a_note(known: Entry, folder: Path) -> None:
     (folder / "x-dspark.hfq").unlink()
     (folder / "x.hfq.receipt").unlink()
+    (folder / "x-dspark.hfq.receipt").unlink()
     check = sidecars(known, folder)
     assert check.ok
     assert check.figures["sidecars"] == 0
     assert sorted(check.notes) == [
         "dspark x-dspark.hfq is not there",
+        "dspark_receipt x-dspark.hfq.receipt is not there",
         "receipt x.hfq.receipt is not there",
     ]
 
@@ -194,7 +197,8 @@ def test_a_damaged_sidecar_fails_with_both_values(known: Entry, folder: Path) ->
 
 def _with(known: Entry, kind: str, path: Path) -> Entry:
     """The entry, naming the file at ``path`` as its only sidecar, with the right bytes."""
-    models = {TAG: {**known.raw, kind: sidecar(path.name, path.read_bytes())}}
+    raw = {key: value for key, value in known.raw.items() if key not in SIDECAR_KINDS}
+    models = {TAG: {**raw, kind: sidecar(path.name, path.read_bytes())}}
     made_anew = registry_of(models).entries[TAG]
     return replace(made_anew, sidecars=tuple(s for s in made_anew.sidecars if s.kind == kind))
 
@@ -244,7 +248,7 @@ def test_a_sidecar_without_a_digest_is_unverified(known: Entry, folder: Path) ->
     assert check.ok
     assert [note.partition(":")[2] for note in check.notes] == [
         " no digest was published, unverified"
-    ] * 2
+    ] * 3
 
 
 def _refuse(adapter: Path, trunk: Path) -> None:
