@@ -141,9 +141,8 @@ def test_what_names_nothing_to_pull_is_not_offered_to_pull() -> None:
         item.pop("receipt", None)
     registry = read(document(models, {"flash:mine": "flash:fp4"}))
     for to_pull, offered in ((True, "flash:mq2r?"), (False, "flash:fp4, ")):
-        error = check_refused(
-            UnknownTagError, lambda asked=to_pull: registry.resolve("flash:f", to_pull=asked)
-        )
+        ask = partial(registry.resolve, "flash:f", to_pull=to_pull)
+        error = check_refused(UnknownTagError, ask)
         assert offered in error.remedy
         assert ("flash:fp4" in error.remedy) != to_pull
         assert ("flash:mine" in error.remedy) != to_pull
