@@ -436,12 +436,16 @@ def calibrate(
     window_tokens: int | None = None,
     threads: int = 1,
     force: bool = False,
+    expert_cache: int | Literal["auto"] | None = None,
     progress: Progress = silent,
+    tell: Callable[[str], None] = lambda line: None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> Calibration:
     """Run an artifact over texts and write what its experts saw as an imatrix.
 
-    The same texts give the same bytes, whatever the number of threads. Everything that can be
-    refused is refused before the weights are read.
+    The model runs layer by layer, so memory holds one layer and temporary files hold the hidden
+    states of all tokens. The same texts give the same bytes, whatever the number of threads and the
+    memory. Everything that can be refused is refused before the weights are read.
 
     Parameters
     ----------
@@ -449,6 +453,10 @@ def calibrate(
     out : the imatrix; an earlier one of ds4q is replaced, another file only with ``force``
     limit_tokens : read no more than so many tokens of text in all, BOS not counted
     window_tokens : positions of a whole window; None takes 512, or what the model has
+    expert_cache : bytes of routed experts that are in memory at a time; "auto", what memory leaves;
+        None: the same, and a whole layer's where the free memory cannot be told
+    tell : hears how much disk the hidden states take
+    warn : hears that memory could not be checked
 
     Raises
     ------
@@ -465,7 +473,10 @@ def calibrate(
         window_tokens=window_tokens,
         threads=threads,
         force=force,
+        expert_cache=expert_cache,
         progress=progress,
+        tell=tell,
+        warn=warn,
     )
 
 

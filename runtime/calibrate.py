@@ -1,4 +1,4 @@
-"""Owns calibration: texts through a model, an imatrix out. The sums are ``collect.py``'s.
+"""Owns calibration: texts through a model, an imatrix out. ``layerwise.py`` runs the model.
 
 A text is cut into windows of BOS and as much of it as fits (``text/corpus.py``). Each window goes
 through the model by itself, and each of its positions counts, BOS too: a model in use sees it too.
@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader
-from ds4q.quantize.imatrix import LayerStatistics, claim_place, write_imatrix
+from ds4q.quantize.imatrix import claim_place, write_imatrix
 from ds4q.quantize.imatrix.writing import ImatrixPlaceError
-from ds4q.runtime.collect import Collector
-from ds4q.runtime.engine import Engine, checked_config
+from ds4q.runtime.digests import Digests
+from ds4q.runtime.engine import checked_config
 from ds4q.runtime.errors import RunError
+from ds4q.runtime.experts.options import Budget
+from ds4q.runtime.layerwise import observe_layers, plan_layers
 from ds4q.runtime.text.corpus import WINDOW_TOKENS, bos_id, read_windows
 from ds4q.runtime.text.tokenizer import Tokenizer
 
-I64 = npt.NDArray[np.int64]
 Advance = Callable[[int], None]
 Progress = Callable[..., AbstractContextManager[Advance]]
 """Called with a label, a total and ``unit=``; yields a function that hears of progress."""
@@ -70,7 +68,10 @@ def calibrate(
     window_tokens: int | None,
     threads: int,
     force: bool,
+    expert_cache: Budget | None,
     progress: Progress,
+    tell: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> Calibration:
     """Run an artifact over texts and write what its experts saw; ``ds4q.api.calibrate`` says more.
 
@@ -100,9 +101,28 @@ def calibrate(
     )
     digests = [_digest(text) for text in texts]
     total = sum(map(len, windows))
-    engine = _load(path, threads, progress)
-    with progress("calibrating", total, unit="tokens") as advance:
-        layers = observe(engine, windows, threads=threads, advance=advance)
+    with Reader(path) as reader, ExitStack() as stack:
+        plan = plan_layers(reader, config, total, expert_cache)
+        notes = plan.notes
+        digests = Digests.of(reader, notes)
+        stack.callback(digests.wait)
+        tell(
+            f"calibrate: {total:,} tokens, layer by layer; their hidden states take "
+            f"{plan.disk_bytes:,} bytes in {tempfile.gettempdir()} meanwhile"
+        )
+        steps = total * config.num_hidden_layers
+        with progress("calibrating", steps, unit="tokens x layers") as advance:
+            layers = observe_layers(
+                reader,
+                config,
+                windows,
+                expert_bytes=plan.expert_bytes,
+                threads=threads,
+                digests=digests,
+                advance=advance,
+            )
+        for note in notes:
+            warn(note)
     sha256 = write_imatrix(
         out,
         layers,
@@ -128,28 +148,6 @@ def calibrate(
         unseen=sum(int((layer.tokens == 0).sum()) for layer in layers),
         seconds=time.perf_counter() - begin,
     )
-
-
-def observe(
-    engine: Engine,
-    windows: Iterable[npt.NDArray[np.integer[Any]]],
-    *,
-    threads: int,
-    advance: Advance = lambda tokens: None,
-) -> list[LayerStatistics]:
-    """What the experts of ``engine`` see in windows of token ids, each from an empty context.
-
-    Parameters
-    ----------
-    windows : 1-D token ids, taken as they are
-    threads : most threads that one product of the collector uses
-    advance : hears of each window's tokens once they are through
-    """
-    collector = Collector(engine.config, threads)
-    for window in windows:
-        engine.forward(engine.new_state(), window, observer=collector)
-        advance(len(window))
-    return collector.statistics()
 
 
 def _fingerprint(reader: Reader) -> str:
@@ -178,15 +176,3 @@ def _refuse_inputs(out: Path, inputs: Iterable[Path]) -> None:
 def _digest(text: str | os.PathLike[str]) -> str:
     with open(text, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _load(path: Path, threads: int, progress: Progress) -> Engine:
-    with progress("loading", path.stat().st_size, unit="bytes") as advance:
-        known = 0
-
-        def report(done: int, total: int) -> None:
-            nonlocal known
-            advance(done - known)
-            known = done
-
-        return Engine.load(path, threads=threads, progress=report)

@@ -56,16 +56,18 @@ class Collector:
     Parameters
     ----------
     threads : most threads that one product uses
+    layers : of which to sum; None takes all
     """
 
-    def __init__(self, config: ModelConfig, threads: int) -> None:
-        layers, experts = config.num_hidden_layers, config.n_routed_experts
+    def __init__(self, config: ModelConfig, threads: int, layers: range | None = None) -> None:
+        self._numbers = range(config.num_hidden_layers) if layers is None else layers
+        shape = len(self._numbers), config.n_routed_experts
         self._limit = config.swiglu_limit
         self._backend = CpuBackend(threads)
-        self._tokens = np.zeros((layers, experts), np.int64)
-        self._gain = np.zeros((layers, experts, 1))
-        self._gate_up = np.zeros((layers, experts, config.hidden_size))
-        self._down = np.zeros((layers, experts, config.moe_intermediate_size))
+        self._tokens = np.zeros(shape, np.int64)
+        self._gain = np.zeros((*shape, 1))
+        self._gate_up = np.zeros((*shape, config.hidden_size))
+        self._down = np.zeros((*shape, config.moe_intermediate_size))
 
     def __call__(
         self, layer: int, ids: I64, weights: F32, x: F32, experts: Mapping[int, Expert]
@@ -74,7 +76,7 @@ class Collector:
 
         Ids that ``experts`` lacks come with another part of the batch.
         """
-        flat = ids.ravel()
+        flat, at = ids.ravel(), self._numbers.index(layer)
         for expert_id in np.unique(flat).tolist():
             if expert_id not in experts:
                 continue
@@ -85,10 +87,10 @@ class Collector:
                 self._backend.linear(expert.up, rows),
                 self._limit,
             )
-            self._tokens[layer, expert_id] += len(slots)
-            add_squares(self._gain[layer, expert_id], weights.reshape(-1, 1)[slots])
-            add_squares(self._gate_up[layer, expert_id], rows)
-            add_squares(self._down[layer, expert_id], hidden)
+            self._tokens[at, expert_id] += len(slots)
+            add_squares(self._gain[at, expert_id], weights.reshape(-1, 1)[slots])
+            add_squares(self._gate_up[at, expert_id], rows)
+            add_squares(self._down[at, expert_id], hidden)
 
     def statistics(self) -> list[LayerStatistics]:
         """The means so far, layer by layer; zero for an expert that saw no token.
@@ -98,16 +100,17 @@ class Collector:
         CalibrationError : an expert saw a number that is not finite
         """
         found = []
-        for layer, tokens in enumerate(self._tokens):
+        for at, tokens in enumerate(self._tokens):
             seen = np.maximum(tokens, 1)[:, None]
             with np.errstate(over="ignore"):  # found below
                 gain, gate_up, down = (
-                    (sums[layer] / seen).astype(np.float32)
+                    (sums[at] / seen).astype(np.float32)
                     for sums in (self._gain, self._gate_up, self._down)
                 )
             for what, means in (("inputs", gate_up), ("hidden values", down), ("weights", gain)):
                 bad = np.flatnonzero(~np.isfinite(means).all(axis=1))
                 if bad.size:
-                    raise CalibrationError(found=f"{what} of expert {bad[0]} in layer {layer}")
+                    place = f"expert {bad[0]} in layer {self._numbers[at]}"
+                    raise CalibrationError(found=f"{what} of {place}")
             found.append(LayerStatistics(tokens.copy(), gain[:, 0].copy(), gate_up, down))
         return found

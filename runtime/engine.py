@@ -27,6 +27,7 @@ from ds4q.runtime.digests import Digests
 from ds4q.runtime.errors import ConfigError, ContextError, RunError, SequenceError, TokenError
 from ds4q.runtime.experts.cache import ExpertCache, open_cache
 from ds4q.runtime.experts.options import CacheOptions
+from ds4q.runtime.experts.plan import check_resident, working_bytes
 from ds4q.runtime.experts.resident import ResidentExperts
 from ds4q.runtime.experts.store import ExpertStore, Phase
 from ds4q.runtime.experts.view import Choices, ExpertsView
@@ -65,7 +66,7 @@ class Engine:
     Attributes
     ----------
     batch_tokens : as given
-    notes : what a user should hear of the load and of how experts are kept, one line each; may grow
+    notes : what a user should be told of loading and of experts, one line each; may grow
     load_s : seconds that loading took, by what they went into; "first_kernel" is that of the first
         step through the first layer, when compiled code is loaded
     """
@@ -131,8 +132,8 @@ class Engine:
         layers : run only so many, then the head
         spread : what the model runs on; one CPU is all there is
         kv_type : how window rows and compressed entries are kept; all else is float32
-        sequences, beside_bytes : what a cache of experts that is sized by itself leaves room for:
-            so many sequences at once, and so many bytes of other things
+        sequences, beside_bytes : what there has to be room for beside the weights: so many
+            sequences at once, and so many bytes of other things
 
         Raises
         ------
@@ -140,6 +141,7 @@ class Engine:
             file was written to meanwhile
         RunError : it holds no complete model that this runtime can run, or not as asked
         DigestError : a tensor differs from the receipt
+        HostMemoryError : it does not fit into memory; the weights were not read
         """
         (spread or Spread()).check(paged=cache is not None and cache.paged)
         laps = Laps()
@@ -153,7 +155,9 @@ class Engine:
             laps.lap("audit")
             source = ArtifactSource(reader, digests)
             laps.lap("tables")
-            state_bytes = expected_state_bytes(config, max_context, batch_tokens, kv_type)
+            state_bytes = sequences * expected_state_bytes(
+                config, max_context, batch_tokens, kv_type
+            )
             experts: ExpertStore
             opened = None
             if cache is None or cache.plain:
@@ -165,7 +169,7 @@ class Engine:
                     config,
                     source,
                     cache,
-                    state_bytes=sequences * state_bytes + beside_bytes,
+                    state_bytes=state_bytes + beside_bytes,
                     laps=laps,
                     notes=notes,
                 )
@@ -182,6 +186,14 @@ class Engine:
                 metadata=reader.metadata,
                 cache=opened,
             )
+            if opened is None or opened.plan is None:
+                needed = {
+                    "weights": source.planned_bytes,
+                    "sequences": state_bytes,
+                    "computing": working_bytes(config, batch_tokens),
+                    "all else": beside_bytes,
+                }
+                notes += check_resident(needed, config, source, path=reader.path)
             laps.lap("audit")
             source.fill(progress)
             if (note := reader.check_unwritten()) is not None:

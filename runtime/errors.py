@@ -165,10 +165,10 @@ class FreeRunError(ForcedTokenError):
 
 
 class SpoolError(RunError):
-    """Logits cannot be kept on disk for a comparison."""
+    """Logits or hidden states cannot be kept on disk meanwhile."""
 
-    rule = "cannot keep the reference's logits in a temporary file"
-    cure = "compare fewer tokens (--tokens N), or name a folder with more room in TMPDIR"
+    rule = "cannot keep intermediate results in a temporary file"
+    cure = "take fewer tokens (--tokens N), or name a folder with more room in TMPDIR"
 
 
 class CalibrationError(RunError):
@@ -176,6 +176,12 @@ class CalibrationError(RunError):
 
     rule = "activations are not finite"
     cure = "verify the artifact (ds4q verify FILE.hfq --source CHECKPOINT)"
+
+
+class HostMemoryError(RunError):
+    """A model needs more of the host's memory than is free; nothing of it was read."""
+
+    rule = "the model does not fit into memory"
 
 
 class CacheError(RunError, ValueError):

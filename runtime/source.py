@@ -212,6 +212,11 @@ class ArtifactSource(Tensors):
         self._registry.bind_owners(layer, Owner(ids, held), Owner(), "none")
         return {entry.name: self._plan(entry, part) for entry, part in parts}
 
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes that ``fill`` is going to read."""
+        return sum(entry.nbytes for entry, _ in self._planned)
+
     def fill(self, progress: Progress | None) -> None:
         """Read and check the bytes of every planned matrix.
 
@@ -221,7 +226,7 @@ class ArtifactSource(Tensors):
         ------
         DigestError, ReceiptError : a tensor differs from the receipt, or that cannot be used
         """
-        total = sum(entry.nbytes for entry, _ in self._planned)
+        total = self.planned_bytes
         done = 0
         pieces = [
             _Piece(entry, buffer, first, last)

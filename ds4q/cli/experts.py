@@ -135,11 +135,12 @@ def _word(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+BUDGET = _Budget()
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _OPTIONS = (
     click.option(
         "--expert-cache",
-        type=_Budget(),
+        type=BUDGET,
         metavar="S|auto",
         help="Keep only so many bytes of routed experts in memory and read the others when they "
         "are needed; auto: what memory leaves. The text stays the same.",

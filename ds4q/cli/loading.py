@@ -114,11 +114,10 @@ class Loading:
     ) -> Engine:
         from ds4q.runtime.engine import Engine
 
-        paged = self.cache is not None and self.cache.paged
         return Engine.load(
             self.file,
             threads=self.threads,
-            max_context=self._context(tokens) if paged else None,  # an automatic cache leaves room
+            max_context=self._context(tokens),  # so that memory is checked for it
             progress=report,
             cache=self.cache,
             spread=self.spread,

@@ -23,6 +23,7 @@ from ds4q.runtime.device.layout import Layout
 from ds4q.runtime.device.model import ModelWeights, plan_weights
 from ds4q.runtime.device.paging import BandIds, DevicePaging
 from ds4q.runtime.device.program import Program
+from ds4q.runtime.device.room import Asked, allocate, check_room
 from ds4q.runtime.device.scratch import HEAD_TOKENS, Scratch
 from ds4q.runtime.device.snapshot import DeviceSnapshot, Snapshots
 from ds4q.runtime.device.staging import Staging
@@ -342,11 +343,10 @@ class HipEngine:
         self._found = device.pinned(4)
         self._logits = device.pinned(4 * self.vocab_size * HEAD_TOKENS)
         layouts = [*source.layouts, *([] if experts is None else experts.pools.layouts), work]
-        needed = sum(layout.nbytes for layout in layouts) + self._caches.first_bytes
-        device.ensure_free(needed, f"the weights and caches of {reader.path}")
+        asked = Asked(config, source.tensors, cache, reader.path)
+        self.notes += check_room(device, layouts, self._caches.first_bytes, asked)
         laps.lap("audit")
-        for layout in layouts:
-            layout.allocate(device)
+        allocate(device, layouts, asked)
         laps.lap("pools")
         self._backend.prepare([*program.body(blocks[0], 1, self.max_context), *program.head(0, 1)])
         laps.lap("first_kernel")

@@ -99,7 +99,13 @@ class ExpertCache:
         options, owned = self._options, len(self._setup.ownership.owned)
         if options.cold is None:
             self._plan = plan = plan_slots(
-                self.catalogue, self._config, options, owned=owned, needed=needed, available=free
+                self.catalogue,
+                self._config,
+                options,
+                owned=owned,
+                needed=needed,
+                available=free,
+                advice=device.unified,
             )
         else:
             self._setup.check_owned(owned * self.catalogue.slot_bytes)

@@ -1,7 +1,8 @@
-"""Owns how much memory an expert cache may take. Allocates nothing and knows no slot.
+"""Owns how much memory a model and its expert cache may take. Allocates nothing.
 
 What is free is the least of what the host has available and what each memory control group above
-this process has left. A bound that cannot be read is never guessed: the user is asked for a size.
+this process has left. A bound that cannot be read is never guessed: an automatic cache asks the
+user for a size, and a resident load goes on with a warning.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Literal, NamedTuple
 from ds4q.runtime.errors import CacheError
 
 RESERVE_BYTES = 8 << 30  # that an automatic budget leaves free, as in hipfire
+RESERVE_PART = 8  # of what is free, where that is less
 
 _NO_LIMIT_BYTES = 1 << 62  # version 1 writes a number near 2**63 where there is no limit
 _SIZE_REMEDY = "pass the size of the expert cache, as in --expert-cache 8GiB"
@@ -46,38 +48,43 @@ _V2 = _Version("cgroup2", ("memory.max", "memory.current", "memory.stat"))
 def grant(
     asked: int | Literal["auto"],
     *,
+    least: int,
     needed: int,
-    reserve: int = RESERVE_BYTES,
     available: Callable[[], int],
+    advice: bool = False,
     path: object = None,
 ) -> int:
     """Bytes that the slots may take.
 
     Parameters
     ----------
-    asked : a size, used as given where it fits or nobody can tell; or "auto", all that is left
+    asked : a size, or "auto", all that is left
+    least : the fewest bytes that the model can run with; a size of fewer is refused by the caller
     needed : bytes that the rest of the model, sequences and buffers will take
-    reserve : bytes that "auto" leaves free beyond that
     available : bytes that are free; raises ``CacheError`` where they cannot be told
+    advice : more than ``available`` may be free, as on integrated GPUs: a size is then taken as it
+        is, and an allocation that fails is the error
     path : the artifact; named in errors
 
     Raises
     ------
-    CacheError : a size of 0 or less or beyond what is free, or "auto" where nothing is left or
-        nobody can tell
+    CacheError : memory is too small, or "auto" where the free bytes cannot be told. The remedy is
+        always one that works: it names sizes only where one of them would be granted.
     """
     if asked == "auto":
-        left = available() - needed - reserve
-        if left <= 0:
-            raise CacheError(
-                "no memory is left for experts",
-                path=path,
-                expected=f"more than {needed + reserve:,} bytes free: {needed:,} for the rest of "
-                f"the model and {reserve:,} in reserve",
-                found=f"{left + needed + reserve:,}",
-                remedy=_SIZE_REMEDY,
-            )
-        return left
+        free = available()
+        reserve = min(RESERVE_BYTES, free // RESERVE_PART)
+        left = free - needed - reserve
+        if left >= least:
+            return left
+        raise CacheError(
+            "memory leaves too little for an expert cache",
+            path=path,
+            expected=f"at least {needed + reserve + least:,} bytes free: {needed:,} for the rest "
+            f"of the model, {reserve:,} in reserve and {least:,} for experts",
+            found=f"{free:,}",
+            remedy=_sizes(least, free - needed, advice),
+        )
     if asked <= 0:
         raise CacheError(
             "an expert cache of no bytes", path=path, expected="1 or more", found=asked
@@ -86,15 +93,27 @@ def grant(
         left = available() - needed
     except CacheError:
         return asked
-    if asked > left:
-        raise CacheError(
-            "the expert cache is larger than memory",
-            path=path,
-            expected=f"at most {max(left, 0):,} bytes, beside {needed:,} for the rest of the model",
-            found=f"{asked:,}",
-            remedy="give a smaller --expert-cache, or auto",
+    if advice or asked <= left:
+        return asked
+    raise CacheError(
+        "the expert cache is larger than memory",
+        path=path,
+        expected=f"at most {max(left, 0):,} bytes, beside {needed:,} for the rest of the model",
+        found=f"{asked:,}",
+        remedy=_sizes(least, left, advice),
+    )
+
+
+def _sizes(least: int, left: int, advice: bool) -> str:
+    """What to do where a cache of ``left`` bytes is all that there is room for."""
+    if advice:
+        return (
+            "free memory, or give a size: an integrated GPU may have more memory than it reports, "
+            f"and --expert-cache {least} or more is tried"
         )
-    return asked
+    if left >= least:
+        return f"give a size from {least} to {left} (--expert-cache {left})"
+    return "free memory, ask for a shorter context, or use a smaller artifact"
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -42,6 +42,7 @@ class ExpertCache:
     Attributes
     ----------
     store : what the model asks
+    plan : its slots; None where nothing was asked to be paged
     notes : what a user should hear, one line each; may grow
     """
 
@@ -49,7 +50,7 @@ class ExpertCache:
         self.store = store
         self.notes = opened.notes
         self._setup = opened.setup
-        self._plan = opened.plan
+        self.plan = opened.plan
         self._memory = opened.memory
         self._shape = opened.config.num_hidden_layers, opened.config.n_routed_experts
         self._stack = opened.stack.pop_all()
@@ -67,9 +68,9 @@ class ExpertCache:
         if self._setup.options.trace_states and recorder is not None:
             self._states = StateRecorder(recorder, routers)
             self._listeners.append(self._states.see)
-        if isinstance(self.store, PagedExperts) and self._plan is not None:
-            self._look_ahead(self.store, self._plan, routers)
-            self._setup.warm(self.store.pager, self._plan.slots)
+        if isinstance(self.store, PagedExperts) and self.plan is not None:
+            self._look_ahead(self.store, self.plan, routers)
+            self._setup.warm(self.store.pager, self.plan.slots)
 
     def begin(self, sequence: int, position: int, ids: I64, phase: Phase) -> None:
         """A batch of token ids [T] begins at ``position`` of a sequence."""

@@ -1,22 +1,22 @@
 """Owns the arithmetic of an expert cache: how many slots a budget buys, and what cannot be.
 
-Every layer gets the same number of slots, each as long as the layer's longest expert. Reads the
-artifact's index only; allocates nothing.
+It also checks that a model fits into memory where all of its experts are loaded. Every layer gets
+the same number of slots, each as long as the layer's longest expert. Reads the artifact's index
+only; allocates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ds4q.runtime.config import ModelConfig
-from ds4q.runtime.errors import CacheError
-from ds4q.runtime.experts.budget import RESERVE_BYTES, available_bytes, grant
+from ds4q.runtime.errors import CacheError, HostMemoryError
+from ds4q.runtime.experts.budget import available_bytes, grant
 from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.predict import guess_slots
-
-_RESERVE_PART = 8  # of what is free, where that is little
+from ds4q.runtime.source import Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ def plan_slots(
     owned: int,
     needed: int,
     available: Callable[[], int] = available_bytes,
+    advice: bool = False,
 ) -> Plan:
     """The slots that ``options`` ask for.
 
@@ -65,7 +66,8 @@ def plan_slots(
     ----------
     owned : experts of a layer that this rank holds
     needed : bytes that everything but the slots will take
-    available : bytes that are free; raises ``CacheError`` where nobody can tell
+    available : bytes that are free; raises ``CacheError`` where they cannot be told
+    advice : more may be free than that, as on integrated GPUs; see ``grant``
 
     Raises
     ------
@@ -91,52 +93,97 @@ def plan_slots(
                 found=options.slots,
             )
         return Plan(options.slots, ahead, resident=False)
-    budget = _budget(catalogue, options, least, needed, available)
+    held = 0
+    if options.adapter is not None:
+        held = sum(n * layer.nbytes for n, layer in zip(ahead, catalogue.geometry, strict=True))
+    wanted = min(least * catalogue.slot_bytes + held, owned * catalogue.slot_bytes)
+    asked = options.budget or 0
+    if asked != "auto" and asked < wanted:
+        raise _too_small(catalogue, least, wanted, asked, held)
+    budget = grant(
+        asked,
+        least=wanted,
+        needed=needed,
+        available=available,
+        advice=advice,
+        path=catalogue.path,
+    )
     slots = budget // catalogue.slot_bytes
     if slots >= owned:
         return Plan(owned, (0,) * layers, resident=True)
     if options.adapter is None:
         ahead = _from_the_rest(catalogue, ahead, budget - slots * catalogue.slot_bytes)
         return Plan(slots, ahead, resident=False)
-    held = sum(n * layer.nbytes for n, layer in zip(ahead, catalogue.geometry, strict=True))
-    slots = (budget - held) // catalogue.slot_bytes
-    if slots < least:
-        raise _too_small(catalogue, least, budget, held)
-    return Plan(slots, ahead, resident=False)
+    return Plan((budget - held) // catalogue.slot_bytes, ahead, resident=False)
 
 
-def _budget(
-    catalogue: Catalogue,
-    options: CacheOptions,
-    least: int,
-    needed: int,
-    available: Callable[[], int],
-) -> int:
-    """Bytes of slots, enough for ``least`` slots a layer."""
-    asked, wanted = options.budget, least * catalogue.slot_bytes
-    if asked == "auto":
-        reserve = min(RESERVE_BYTES, available() // _RESERVE_PART)
-        budget = grant(
-            "auto", needed=needed, reserve=reserve, available=available, path=catalogue.path
-        )
-        if budget < wanted:
-            raise CacheError(
-                "memory leaves too little for an expert cache",
-                path=catalogue.path,
-                expected=f"at least {wanted:,} bytes: {least} slots in every layer",
-                found=f"{budget:,} bytes, beside {needed:,} for the rest of the model and "
-                f"{reserve:,} in reserve",
-                remedy="free memory, shorten the context, or pass --expert-cache SIZE",
-            )
-        return budget
-    if asked is None or asked < wanted:
-        raise _too_small(catalogue, least, asked or 0, 0)
-    return grant(asked, needed=needed, available=available, path=catalogue.path)
+def check_resident(
+    needed: Mapping[str, int],
+    config: ModelConfig,
+    tensors: Tensors,
+    *,
+    available: Callable[[], int] = available_bytes,
+    path: object,
+) -> list[str]:
+    """Refuse to load all of a model where memory is too small; before its weights are read.
+
+    Parameters
+    ----------
+    needed : bytes, by what they are for
+    available : bytes that are free; raises ``CacheError`` where they cannot be told
+
+    Returns
+    -------
+    what a user should be told: that memory could not be checked
+
+    Raises
+    ------
+    HostMemoryError : with both numbers, and an option that works
+    """
+    try:
+        free = available()
+    except CacheError as error:
+        return [f"{path}: memory was not checked before loading: {error.what}"]
+    total = sum(needed.values())
+    if total <= free:
+        return []
+    parts = ", ".join(f"{nbytes:,} for {what}" for what, nbytes in needed.items() if nbytes)
+    raise HostMemoryError(
+        path=path,
+        expected=f"{total:,} bytes free: {parts}",
+        found=f"{free:,}",
+        remedy=remedy_of_size(total, free, config, tensors),
+    )
 
 
-def _too_small(catalogue: Catalogue, least: int, budget: int, held: int) -> CacheError:
-    """``held``: bytes that reads ahead take of the budget."""
-    wanted = least * catalogue.slot_bytes + held
+def working_bytes(config: ModelConfig, batch_tokens: int) -> int:
+    """Roughly the bytes that a step of ``batch_tokens`` computes in, in float32."""
+    d, k = config.hidden_size, config.num_experts_per_tok
+    streams = 4 * config.hc_mult * d  # before and after a sub-block, and while they are mixed
+    attention = 3 * config.num_attention_heads * config.head_dim
+    experts = (2 * k + 4) * d + 4 * (k + 1) * config.moe_intermediate_size
+    return 4 * batch_tokens * (streams + attention + experts + config.n_routed_experts)
+
+
+def remedy_of_size(
+    needed: int, free: int, config: ModelConfig, tensors: Tensors, *, advice: bool = False
+) -> str:
+    """What to do where a model with all of its experts needs more bytes than are free.
+
+    ``advice`` : more may be free; see ``grant``.
+    """
+    catalogue = Catalogue(config, tensors, bind=False)
+    least = config.num_experts_per_tok * catalogue.slot_bytes
+    rest = needed - catalogue.file_bytes
+    try:
+        grant("auto", least=least, needed=rest, available=lambda: free, advice=advice)
+    except CacheError as error:
+        return str(error.remedy)
+    return "keep part of the experts in memory (--expert-cache auto)"
+
+
+def _too_small(catalogue: Catalogue, least: int, wanted: int, budget: int, held: int) -> CacheError:
+    """``wanted``: bytes that would be enough; ``held``: those of them that reads ahead take."""
     beside = f", and prefetch {held:,} bytes" if held else ""
     return CacheError(
         f"the expert cache is too small: a token needs {least} slots in every layer{beside}",

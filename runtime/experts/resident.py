@@ -43,8 +43,10 @@ class ResidentExperts:
     """
 
     def __init__(self, config: ModelConfig, source: MatrixSource, *, path: object = None) -> None:
+        everyone = range(config.n_routed_experts)
         self._layers = [
-            _layer_experts(config, source, layer, path) for layer in range(config.num_hidden_layers)
+            layer_experts(config, source, layer, everyone, path)
+            for layer in range(config.num_hidden_layers)
         ]
 
     def bands(
@@ -103,10 +105,11 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {"w1": (width, d), "w3": (width, d), "w2": (d, width)}
 
 
-def _layer_experts(
-    config: ModelConfig, source: MatrixSource, layer: int, path: object
+def layer_experts(
+    config: ModelConfig, source: MatrixSource, layer: int, experts: Sequence[int], path: object
 ) -> dict[int, Expert]:
-    experts, shapes = range(config.n_routed_experts), _shapes(config)
+    """Some experts of a layer by id, asked of ``source`` together; ``path`` is named in errors."""
+    shapes = _shapes(config)
     found = source.matrices(
         {expert_name(layer, e, w): shape for e in experts for w, shape in shapes.items()}
     )

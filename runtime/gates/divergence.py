@@ -32,7 +32,8 @@ from ds4q.runtime.gates.forced import (
     scored_tokens,
 )
 from ds4q.runtime.gates.pair import Advance, Measurement, Model, Surroundings, read_pair
-from ds4q.runtime.gates.spool import Spool, check_room
+from ds4q.runtime.gates.spool import Spool
+from ds4q.runtime.rows import check_room
 from ds4q.runtime.text.corpus import WINDOW_TOKENS, bos_id, read_windows
 
 F64 = npt.NDArray[np.float64]

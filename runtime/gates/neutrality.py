@@ -26,7 +26,8 @@ from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.gates import prompts as texts
 from ds4q.runtime.gates.forced import F32, Call
 from ds4q.runtime.gates.pair import Measurement, Model, Surroundings
-from ds4q.runtime.gates.spool import Spool, check_room
+from ds4q.runtime.gates.spool import Spool
+from ds4q.runtime.rows import check_room
 from ds4q.runtime.sampling import Sampler
 
 TOKENS = 192

@@ -8,7 +8,6 @@ made them.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,17 +16,9 @@ import numpy as np
 
 from ds4q.runtime.errors import SpoolError
 from ds4q.runtime.gates.forced import F32, Call
+from ds4q.runtime.rows import check_room
 
 _NO_LOGITS: F32 = np.empty((0, 0), np.float32)
-
-
-def check_room(nbytes: int) -> str:
-    """The folder for temporary files; ``SpoolError`` where it has no room for so many bytes."""
-    folder = tempfile.gettempdir()
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise SpoolError(path=folder, expected=f"{nbytes:,} bytes free", found=f"{free:,} bytes")
-    return folder
 
 
 class Spool:

@@ -27,21 +27,19 @@ class Block:
         self._experts = MoE(parts, layer)
 
     @property
+    def experts(self) -> MoE:
+        """The second sub-block."""
+        return self._experts
+
+    @property
     def router(self) -> Router:
         """How the layer chooses experts."""
         return self._experts.router
 
     def forward(self, streams: F32, step: Step) -> F32:
         """Streams [T, n, d] after the layer; advances the spans' caches, changes no input."""
-        collapsed, x, post, comb = self._around_attention.collapse(streams)
-        y = self._attention.forward(x, step)
-        if step.trace is not None:
-            step.trace(f"l{self._layer}.attn_in", collapsed)
-            step.trace(f"l{self._layer}.attn_post", post)
-            step.trace(f"l{self._layer}.attn_comb", comb)
-            step.trace(f"l{self._layer}.attn_out", y)
-        streams = expand(streams, y, post, comb)
-        collapsed, x, post, comb = self._around_experts.collapse(streams)
+        streams = self.attend(streams, step)
+        collapsed, x, post, comb = self.enter_experts(streams)
         y = self._experts.forward(x, step)
         streams = expand(streams, y, post, comb)
         if step.trace is not None:
@@ -49,3 +47,18 @@ class Block:
             step.trace(f"l{self._layer}.ffn_out", y)
             step.trace(f"l{self._layer}.streams", streams)
         return streams
+
+    def attend(self, streams: F32, step: Step) -> F32:
+        """Streams after the first sub-block, attention; advances the spans' caches."""
+        collapsed, x, post, comb = self._around_attention.collapse(streams)
+        y = self._attention.forward(x, step)
+        if step.trace is not None:
+            step.trace(f"l{self._layer}.attn_in", collapsed)
+            step.trace(f"l{self._layer}.attn_post", post)
+            step.trace(f"l{self._layer}.attn_comb", comb)
+            step.trace(f"l{self._layer}.attn_out", y)
+        return expand(streams, y, post, comb)
+
+    def enter_experts(self, streams: F32) -> tuple[F32, F32, F32, F32]:
+        """What ``HyperConnection.collapse`` gives before the experts; the second is their input."""
+        return self._around_experts.collapse(streams)

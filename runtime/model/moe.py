@@ -151,25 +151,35 @@ class MoE:
 
     def forward(self, x: F32, step: Step) -> F32:
         """The sub-block's output [T, d] of its normed input ``x`` [T, d]."""
-        c, backend = self._config, self._backend
-        logits, ids = self._choose(x, step)
-        weights = weigh(logits, ids, c.routed_scaling_factor)
-        if step.routed is not None:
-            step.routed(self._layer, ids, logits, x)
+        ids, weights = self.choose(x, step)
         rows = np.zeros((*ids.shape, x.shape[1]), np.float32)  # where nobody serves a route: zero
         with closing(self._experts.bands(self._layer, ids, step.phase)) as bands:
             for experts, where in bands:
                 if step.observer is not None:
                     step.observer(self._layer, ids, weights, x, experts)
-                backend.experts(x, ids, experts, c.swiglu_limit, where=where, out=rows)
-        everyone = np.zeros((len(x), 1), dtype=np.int64)
-        shared = backend.experts(x, everyone, self._shared, c.swiglu_limit)[:, 0]
-        routed, out = combine(rows, weights, shared)
+                self._backend.experts(
+                    x, ids, experts, self._config.swiglu_limit, where=where, out=rows
+                )
+        routed, out = self.join(x, rows, weights)
         if step.trace is not None:
             step.trace(f"l{self._layer}.route_idx", ids)
             step.trace(f"l{self._layer}.route_w", weights)
             step.trace(f"l{self._layer}.routed_out", routed)
         return out
+
+    def choose(self, x: F32, step: Step) -> tuple[I64, F32]:
+        """Ids [T, K] of the experts that each token takes, and their weights [T, K]."""
+        logits, ids = self._choose(x, step)
+        if step.routed is not None:
+            step.routed(self._layer, ids, logits, x)
+        return ids, weigh(logits, ids, self._config.routed_scaling_factor)
+
+    def join(self, x: F32, rows: F32, weights: F32) -> tuple[F32, F32]:
+        """Sums [T, d] without and with the shared expert, of the experts' ``rows`` [T, K, d]."""
+        everyone = np.zeros((len(x), 1), dtype=np.int64)
+        limit = self._config.swiglu_limit
+        shared = self._backend.experts(x, everyone, self._shared, limit)[:, 0]
+        return combine(rows, weights, shared)
 
     def _choose(self, x: F32, step: Step) -> tuple[F32, I64]:
         """Gate logits [T, E] and the ids [T, K] of the chosen experts."""

@@ -76,7 +76,7 @@ def test_the_same_seed_draws_the_same_ids(sim: Control, tiny_artifact: Path) -> 
     ("settings", "says"),
     [
         ({"devices": 0}, "no device"),
-        ({"memory_bytes": 4 << 20}, "too little free memory"),
+        ({"memory_bytes": 4 << 20}, "bytes on the device in all"),
         ({"fail": "hipMalloc:2:2"}, "hipErrorOutOfMemory"),
         ({"fail": "hipStreamSynchronize:3:719"}, "hipErrorLaunchFailure (719)"),
         ({"fail": "hipGraphLaunch:2:719"}, "hipErrorLaunchFailure (719)"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from ds4q.api import calibrate
@@ -21,10 +22,11 @@ from ds4q.artifact.writer import TensorSpec, layout
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.config import check_config
 from ds4q.quantize.errors import ImatrixModelError
-from ds4q.quantize.imatrix import Imatrix, read_imatrix
+from ds4q.quantize.imatrix import Imatrix, LayerStatistics, read_imatrix
 from ds4q.quantize.imatrix.writing import ImatrixPlaceError
 from ds4q.runtime import calibrate as module
-from ds4q.runtime.calibrate import Calibration, observe
+from ds4q.runtime.calibrate import Calibration
+from ds4q.runtime.collect import Collector
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import CorpusError, RunError
 from tests.checks import check_refused, same_bits
@@ -57,6 +59,14 @@ def sealed(path: Path, config: dict[str, Any], tensors: dict[str, Packed], **our
     payloads = b"".join(payload.tobytes() for _, _, payload in tensors.values())
     path.write_bytes(plan.front(seal(metadata)) + payloads)
     return path
+
+
+def resident(engine: Engine, windows: list[npt.NDArray[Any]]) -> list[LayerStatistics]:
+    """What the experts see while the whole model is in memory, one window after another."""
+    collector = Collector(engine.config, 1)
+    for window in windows:
+        engine.forward(engine.new_state(), window, observer=collector)
+    return collector.statistics()
 
 
 def opened(path: Path, folder: Path) -> Imatrix:
@@ -92,7 +102,7 @@ def test_windows_are_sequences_of_their_own(
     calibrate(tiny_artifact, [text], tmp_path / "a", window_tokens=64, limit_tokens=100)
     raw = TEXT.encode()
     windows = [np.array([256, *raw[:63]]), np.array([256, *raw[63:100]])]
-    expected = observe(tiny_engine, windows, threads=1)
+    expected = resident(tiny_engine, windows)
     found = opened(tmp_path / "a", TINY)
     for layer, stats in enumerate(expected):
         assert found.tokens(layer).tolist() == stats.tokens.tolist()
@@ -138,7 +148,7 @@ def test_an_artifact_without_a_tokenizer_reads_ids(
     )
 
 
-def test_progress_counts_bytes_and_tokens(tiny_artifact: Path, text: Path, tmp_path: Path) -> None:
+def test_progress_counts_every_layer(tiny_artifact: Path, text: Path, tmp_path: Path) -> None:
     heard: list[list[Any]] = []
 
     @contextmanager
@@ -151,8 +161,7 @@ def test_progress_counts_bytes_and_tokens(tiny_artifact: Path, text: Path, tmp_p
         yield advance
 
     calibrate(tiny_artifact, [text], tmp_path / "a", window_tokens=64, progress=progress)
-    assert [part[:2] for part in heard] == [["loading", "bytes"], ["calibrating", "tokens"]]
-    assert heard[1][2:] == [153, 153]
+    assert heard == [["calibrating", "tokens x layers", 4 * 153, 4 * 153]]
 
 
 # ---------------------------------------------------------------- refused before the weights
@@ -160,10 +169,10 @@ def test_progress_counts_bytes_and_tokens(tiny_artifact: Path, text: Path, tmp_p
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*args: Any, **kwargs: Any) -> Engine:
+    def observe(*args: Any, **kwargs: Any) -> list[LayerStatistics]:
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr(module.Engine, "load", load)
+    monkeypatch.setattr(module, "observe_layers", observe)
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -229,8 +229,8 @@ def test_a_budget_buys_slots_and_all_that_fit_are_resident(
     assert counts_of(sized)["slots"] == 3
     small = CacheOptions(budget=(CHOSEN - 1) * slot_bytes)
     check_refused(CacheError, lambda: load(micro_path, cache=small), says=[f"{CHOSEN} slots"])
-    large = CacheOptions(budget=1 << 50)
-    check_refused(CacheError, lambda: load(micro_path, cache=large), says=["larger than memory"])
+    large = CacheOptions(budget=1 << 50)  # more than an integrated GPU reports: tried
+    assert load(micro_path, cache=large).cache_counters() is None
 
 
 def test_what_a_device_cannot_do_is_refused(load: Load, micro_path: Path, tmp_path: Path) -> None:

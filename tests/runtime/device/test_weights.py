@@ -142,6 +142,7 @@ def test_memory_is_asked_for_before_anything_is_read(
     sim: Control, micro_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim.set(memory_bytes=1 << 20)
+    monkeypatch.setattr("ds4q.runtime.device.room.available_bytes", lambda: 0)
     with Device.open() as device:
         free = device.free_bytes()  # other tests of this process may hold some
     monkeypatch.setattr("ds4q.runtime.device.weights.read_jobs", refuse_to_read)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -215,37 +216,67 @@ def nobody_can_tell() -> int:
 
 
 def test_auto_takes_what_is_left() -> None:
-    assert grant("auto", needed=5 * GIB, available=lambda: 20 * GIB) == 7 * GIB
-    assert grant("auto", needed=5, reserve=3, available=lambda: 10) == 2
+    assert grant("auto", least=1, needed=5 * GIB, available=lambda: 80 * GIB) == 67 * GIB
+    assert grant("auto", least=1, needed=5, available=lambda: 16) == 9  # an eighth in reserve
     assert RESERVE_BYTES == 8 * GIB
 
 
 def test_auto_is_never_nothing_and_never_a_guess() -> None:
     check_refused(
         CacheError,
-        lambda: grant("auto", needed=7, reserve=3, available=lambda: 10),
-        says=["10 bytes", "found 10", "--expert-cache"],
+        lambda: grant("auto", least=3, needed=13, available=lambda: 16),
+        says=["13 for the rest", "2 in reserve", "3 for experts", "found 16", "--expert-cache 3"],
     )
     with pytest.raises(CacheError, match="cannot tell"):
-        grant("auto", needed=0, available=nobody_can_tell)
+        grant("auto", least=1, needed=0, available=nobody_can_tell)
 
 
 def test_a_size_is_used_as_given() -> None:
-    assert grant(7, needed=3, available=lambda: 10) == 7  # nothing in reserve: the user's choice
-    assert grant(10**18, needed=3, available=nobody_can_tell) == 10**18
+    # nothing in reserve: the user's choice
+    assert grant(7, least=1, needed=3, available=lambda: 10) == 7
+    assert grant(10**18, least=1, needed=3, available=nobody_can_tell) == 10**18
 
 
 def test_a_size_beyond_memory_names_both() -> None:
     check_refused(
         CacheError,
-        lambda: grant(8_000, needed=3_000, available=lambda: 10_000, path="model.hfq"),
+        lambda: grant(8_000, least=9, needed=3_000, available=lambda: 10_000, path="model.hfq"),
         path="model.hfq",
-        says=["larger than memory", "7,000", "8,000", "--expert-cache"],
+        says=["larger than memory", "7,000", "8,000", "from 9 to 7000 (--expert-cache 7000)"],
     )
     check_refused(
         CacheError,
-        lambda: grant(1, needed=3_000, available=lambda: 2_000),
-        says=["at most 0 bytes", "3,000"],
+        lambda: grant(1, least=1, needed=3_000, available=lambda: 2_000),
+        says=["at most 0 bytes", "3,000", "shorter context"],
+    )
+
+
+@pytest.mark.parametrize("free", range(0, 40, 3))
+@pytest.mark.parametrize("asked", ["auto", 7, 30])
+@pytest.mark.parametrize("advice", [False, True])
+def test_a_remedy_that_names_a_size_works(
+    free: int, asked: int | Literal["auto"], advice: bool
+) -> None:
+    """auto and a size do not send the user to each other."""
+    room: dict[str, Any] = {"least": 7, "needed": 5, "available": lambda: free, "advice": advice}
+    try:
+        grant(asked, **room)
+    except CacheError as error:
+        remedy = str(error.remedy)
+        assert "auto" not in remedy
+        if "--expert-cache" in remedy:
+            size = int(remedy.split("--expert-cache ")[1].split(")")[0].split(" ")[0])
+            assert grant(size, **room) == size
+        else:
+            assert free < 5 + 7
+            assert "shorter context" in remedy
+
+
+def test_what_an_integrated_gpu_reports_is_advice() -> None:
+    told: dict[str, Any] = {"least": 7, "needed": 5, "available": lambda: 6, "advice": True}
+    assert grant(30, **told) == 30
+    check_refused(
+        CacheError, lambda: grant("auto", **told), says=["--expert-cache 7 or more is tried"]
     )
 
 
@@ -254,6 +285,6 @@ def test_a_cache_of_nothing_is_refused(asked: int) -> None:
     for room in (lambda: 10_000, nobody_can_tell):
         check_refused(
             CacheError,
-            lambda room=room: grant(asked, needed=0, available=room),  # type: ignore[misc]
+            lambda room=room: grant(asked, least=1, needed=0, available=room),  # type: ignore[misc]
             says=["1 or more", str(asked)],
         )

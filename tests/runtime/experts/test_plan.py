@@ -164,6 +164,16 @@ def test_auto_leaves_the_rest_of_the_model_and_a_reserve() -> None:
     check_refused(
         CacheError,
         lambda: planned(MQ2, budget="auto", free=10 * GIB, needed=8 * GIB),
-        says=["6 slots", f"{8 * GIB:,}"],
+        says=[f"{8 * GIB:,} for the rest", f"{6 * 43 * MQ2.nbytes:,} for experts"],
     )
     check_refused(CacheError, lambda: planned(MQ2, budget="auto", free=None), says=["cannot tell"])
+
+
+def test_a_predictor_and_little_memory_end_in_one_answer() -> None:
+    """The size that one refusal names is not refused by the next."""
+    least = (6 * 43 + 3 * 6 + 40) * MQ2.nbytes
+    room = {"adapter": Path("a"), "free": least + GIB, "needed": GIB}
+    error = check_refused(CacheError, lambda: planned(MQ2, budget="auto", **room))
+    size = int(str(error.remedy).split("--expert-cache ")[1].rstrip(")"))
+    assert size == least
+    assert planned(MQ2, budget=size, **room).slots == 6
