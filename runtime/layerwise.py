@@ -140,7 +140,7 @@ def observe_layers(
 
     Raises
     ------
-    ArtifactError, RunError : the artifact cannot be run, differs from its receipt, or was written to
+    ArtifactError, RunError : the artifact cannot be run, or differs from its receipt
     SpoolError : a temporary file cannot be written
     """
     model = _Model(reader, config, threads, digests)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact.hfq import flat
 from ds4q.runtime.errors import SpoolError
 
 F32 = npt.NDArray[np.float32]
@@ -53,7 +54,7 @@ class Rows:
 
     def write(self, first: int, values: F32) -> None:
         """Replace the rows from ``first`` on by ``values``, of any shape that divides into rows."""
-        left = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        left = flat(np.ascontiguousarray(values).view(np.uint8))
         at = first * self._row_bytes
         try:
             while left:
@@ -65,7 +66,7 @@ class Rows:
     def read(self, first: int, count: int) -> F32:
         """``count`` rows from ``first`` on, [count, width]."""
         out = np.empty((count, self._width), np.float32)
-        left = memoryview(out.reshape(-1).view(np.uint8))
+        left = flat(out.view(np.uint8))
         at = first * self._row_bytes
         try:
             while left:

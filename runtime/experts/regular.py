@@ -1,4 +1,4 @@
-"""Owns opening the files that ``experts`` reads: regular ones, at once. Knows no format."""
+"""Owns opening a file that is read as a whole: a regular one, at once. Knows no format."""
 
 from __future__ import annotations
 

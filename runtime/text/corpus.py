@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.runtime.errors import ConfigError, CorpusError
+from ds4q.runtime.experts.regular import open_regular
 from ds4q.runtime.text.pieces import BOS
 from ds4q.runtime.text.tokenizer import Tokenizer
 
@@ -22,6 +23,7 @@ I64 = npt.NDArray[np.int64]
 
 WINDOW_TOKENS = 512
 IDS_SUFFIX = ".ids"
+MAX_TEXT_BYTES = 64 << 20  # some 16 million tokens; encoding takes many times the memory
 _MAX_DIGITS = 18  # more would not fit an int64
 
 
@@ -47,7 +49,8 @@ def read_windows(
 
     Raises
     ------
-    CorpusError : no tokens at all, not UTF-8, not a token id, or no tokenizer for a text
+    CorpusError : no tokens at all, not UTF-8, not a token id, no tokenizer for a text, a text that
+        is too large, or not a regular file
     OSError : a file cannot be read
     """
     if window_tokens < 2:
@@ -81,7 +84,7 @@ def bos_id(metadata: Mapping[str, Any], tokenizer: Tokenizer | None) -> int:
 
 
 def _read(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> I64:
-    raw = path.read_bytes()
+    raw = _bytes(path)
     if path.suffix.lower() == IDS_SUFFIX:
         ids = _parse_ids(raw, path)
     else:
@@ -95,6 +98,20 @@ def _read(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> I64:
             found=int(ids[bad[0]]),
         )
     return ids
+
+
+def _bytes(path: Path) -> bytes:
+    """The whole file: a regular one, of a bounded size, since it is cut into tokens at once."""
+    with open_regular(path, CorpusError, "a text") as file:
+        raw = file.read(MAX_TEXT_BYTES + 1)
+    if len(raw) > MAX_TEXT_BYTES:
+        raise CorpusError(
+            "the text is too large",
+            path=path,
+            expected=f"at most {MAX_TEXT_BYTES:,} bytes",
+            remedy="give a part of it, or several smaller files",
+        )
+    return raw
 
 
 def _parse_ids(raw: bytes, path: Path) -> I64:

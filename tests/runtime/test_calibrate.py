@@ -190,7 +190,9 @@ def test_windows_longer_than_the_model(tmp_path: Path, ids: Path) -> None:
 def test_default_windows_fit_the_model(tmp_path: Path, ids: Path) -> None:
     config = config_of(RANDOM) | {"max_position_embeddings": 100}
     path = sealed(tmp_path / "m.hfq", config, pack(RANDOM), source_fingerprint="0" * 64)
-    done = calibrate(path, [ids], tmp_path / "a")
+    heard: list[str] = []
+    done = calibrate(path, [ids], tmp_path / "a", warn=heard.append)
+    assert "no receipt" in heard[0]
     assert (done.window_tokens, done.windows, done.tokens) == (100, 2, 152)
 
 

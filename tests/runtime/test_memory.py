@@ -154,7 +154,7 @@ def test_a_discrete_gpu_is_believed(
         DeviceMemoryError, lambda: HipEngine.load(tiny_artifact), says=["8,000,000", "context"]
     )
     for asked in ("auto", 4 * MIB):
-        cache = CacheOptions(budget=asked)  # type: ignore[arg-type]
+        cache = CacheOptions(budget=asked)
         load = partial(HipEngine.load, tiny_artifact, cache=cache)
         check_refused(CacheError, load, says=["shorter context"])
 

@@ -172,7 +172,7 @@ def test_auto_leaves_the_rest_of_the_model_and_a_reserve() -> None:
 def test_a_predictor_and_little_memory_end_in_one_answer() -> None:
     """The size that one refusal names is not refused by the next."""
     least = (6 * 43 + 3 * 6 + 40) * MQ2.nbytes
-    room = {"adapter": Path("a"), "free": least + GIB, "needed": GIB}
+    room: dict[str, Any] = {"adapter": Path("a"), "free": least + GIB, "needed": GIB}
     error = check_refused(CacheError, lambda: planned(MQ2, budget="auto", **room))
     size = int(str(error.remedy).split("--expert-cache ")[1].rstrip(")"))
     assert size == least

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,20 @@ def test_a_bad_file_is_refused_by_name(
     path.write_bytes(content)
     call = lambda: windows([path], tokenizer=tiny_tokenizer)  # noqa: E731
     check_refused(CorpusError, call, path=path, says=says)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.ids"])
+def test_what_never_ends_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    pipe = tmp_path / name
+    os.mkfifo(pipe)
+    for path in (Path("/dev/zero"), pipe):
+        check_refused(CorpusError, lambda: windows([path]), path=path, says=["not a regular file"])  # noqa: B023
+    huge = tmp_path / f"huge-{name}"
+    with huge.open("wb") as file:
+        file.truncate(3 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    check_refused(CorpusError, lambda: windows([huge]), path=huge, says=["too large", "67,108,864"])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 << 10
 
 
 def test_a_text_needs_a_tokenizer_and_ids_do_not(tmp_path: Path) -> None:
