@@ -104,8 +104,8 @@ def calibrate(
     with Reader(path) as reader, ExitStack() as stack:
         plan = plan_layers(reader, config, total, expert_cache)
         notes = plan.notes
-        digests = Digests.of(reader, notes)
-        stack.callback(digests.wait)
+        receipt = Digests.of(reader, notes)
+        stack.callback(receipt.wait)
         tell(
             f"calibrate: {total:,} tokens, layer by layer; their hidden states take "
             f"{plan.disk_bytes:,} bytes in {tempfile.gettempdir()} meanwhile"
@@ -118,7 +118,7 @@ def calibrate(
                 windows,
                 expert_bytes=plan.expert_bytes,
                 threads=threads,
-                digests=digests,
+                digests=receipt,
                 advance=advance,
             )
         for note in notes:

@@ -155,26 +155,13 @@ class Engine:
             laps.lap("audit")
             source = ArtifactSource(reader, digests)
             laps.lap("tables")
-            state_bytes = sequences * expected_state_bytes(
-                config, max_context, batch_tokens, kv_type
+            state_bytes = expected_state_bytes(config, max_context, batch_tokens, kv_type)
+            state_bytes *= sequences
+            experts, opened = _open_experts(
+                reader, config, source, cache, state_bytes + beside_bytes, laps, notes
             )
-            experts: ExpertStore
-            opened = None
-            if cache is None or cache.plain:
-                experts = ResidentExperts(config, source, path=reader.path)
-                laps.lap("pools")
-            else:
-                opened = open_cache(
-                    reader,
-                    config,
-                    source,
-                    cache,
-                    state_bytes=state_bytes + beside_bytes,
-                    laps=laps,
-                    notes=notes,
-                )
+            if opened is not None:
                 stack.callback(opened.close)
-                experts = opened.store
             engine = cls(
                 config,
                 source,
@@ -187,9 +174,8 @@ class Engine:
                 cache=opened,
             )
             if opened is None or opened.plan is None:
-                needed = {
-                    "weights": source.planned_bytes,
-                    "sequences": state_bytes,
+                needed = {"weights": source.planned_bytes, "sequences": state_bytes}
+                needed |= {
                     "computing": working_bytes(config, batch_tokens),
                     "all else": beside_bytes,
                 }
@@ -382,6 +368,26 @@ def digests_of(reader: Reader, cache: CacheOptions | None, notes: list[str]) -> 
     if not options.check_reads:
         return None
     return Digests.of(reader, notes, require=options.require_receipt)
+
+
+def _open_experts(
+    reader: Reader,
+    config: ModelConfig,
+    source: ArtifactSource,
+    cache: CacheOptions | None,
+    state_bytes: int,
+    laps: Laps,
+    notes: list[str],
+) -> tuple[ExpertStore, ExpertCache | None]:
+    """Where the model gets its experts from, and what has to be closed of it."""
+    if cache is None or cache.plain:
+        experts = ResidentExperts(config, source, path=reader.path)
+        laps.lap("pools")
+        return experts, None
+    opened = open_cache(
+        reader, config, source, cache, state_bytes=state_bytes, laps=laps, notes=notes
+    )
+    return opened.store, opened
 
 
 def shortened(config: ModelConfig, layers: int | None) -> ModelConfig:
