@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 from ds4q.artifact.errors import Ds4qError
 
 HOME_VARIABLE = "DS4Q_HOME"
 XDG_VARIABLE = "XDG_CACHE_HOME"
+_QUOTED = re.compile(
+    r"(?s)\$'(?=.*\\(?:x[89a-f]|ud[89a-f]))"
+    r"((?:[^\\']|\\[\\']|\\x[89a-f][0-9a-f]|\\ud[89a-f][0-9a-f]{2})*)'"
+)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _KEPT = ("registry.json", "models")  # in the home folder: what a user would miss
 
 
@@ -74,3 +80,39 @@ def reason(error: OSError) -> str:
     if error.errno != errno.ENOENT or error.filename is None or error.filename2 is not None:
         return said
     return broken_link(os.fsdecode(error.filename)) or said
+
+
+def to_json(text: str) -> str:
+    """``text`` as JSON can carry it: with a byte that is not UTF-8, it is quoted as by a shell.
+
+    The byte ff becomes ``\\xff``, and the whole text ``$'...'``, in which a backslash stands before
+    each backslash and apostrophe. A text that looks so already is quoted, too, so ``from_json``
+    gives back every text.
+    """
+    if not _SURROGATE.search(text) and not _QUOTED.fullmatch(text):
+        return text
+    return f"$'{''.join(map(_quoted, text))}'"
+
+
+def _quoted(character: str) -> str:
+    code = ord(character)
+    if character in "\\'":
+        return f"\\{character}"
+    if 0xDC80 <= code <= 0xDCFF:  # how Python carries a byte that is not UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    return f"\\u{code:04x}" if 0xD800 <= code <= 0xDFFF else character
+
+
+def from_json(text: str) -> str:
+    """The text of which ``to_json`` made ``text``."""
+    match = _QUOTED.fullmatch(text)
+    if match is None:
+        return text
+    return re.sub(r"\\(x..|u....|.)", _meant, match[1])
+
+
+def _meant(match: re.Match[str]) -> str:
+    said = match[1]
+    if len(said) == 1:
+        return said
+    return chr(int(said[1:], 16) + (0xDC00 if said[0] == "x" else 0))

@@ -19,7 +19,7 @@ from typing import Any
 from ds4q.artifact.check import check_structure, own_metadata
 from ds4q.artifact.files import fsync_folder, write_whole
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.places import broken_link
+from ds4q.artifact.places import broken_link, to_json
 from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.report import Check
 from ds4q.artifact.writer import FileLock
@@ -98,7 +98,7 @@ def check_early(
     AddError : ``tag`` is taken, or no tag for a model of this architecture
     """
     _check_names(registry, file, Wish(tag), path or file)
-    entry = {"repo": "", "file": file, "desc": "", "size_gb": 0, "min_vram_gb": 0}
+    entry = {"repo": "", "file": to_json(file), "desc": "", "size_gb": 0, "min_vram_gb": 0}
     _check_rules(registry, tag, entry | {"arch_id": arch_id, "quant": MIXED})
 
 
@@ -140,7 +140,10 @@ def _check_words(wish: Wish) -> None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise AddError(f"the {what} is not UTF-8 text", found=repr(text)) from None
+            remedy = "give another one with --tag" if what == "tag" else "write it in UTF-8"
+            raise AddError(
+                f"the {what} is not UTF-8 text", found=repr(text), remedy=remedy
+            ) from None
 
 
 def default_tag(registry: Registry, file: str) -> str:
@@ -241,7 +244,7 @@ def _describe(
         reader.check_unchanged()
         entry: dict[str, Any] = {
             "repo": "",
-            "file": file.name,
+            "file": to_json(file.name),
             "sha256": digest,
             "size_bytes": reader.file_bytes,
             "size_gb": _rounded(reader.file_bytes / GB),
@@ -301,7 +304,7 @@ def _check_sound(reader: Reader) -> None:
 
 
 def _sidecar(path: Path, sha256: str) -> dict[str, Any]:
-    return {"file": path.name, "sha256": sha256, "size_bytes": path.stat().st_size}
+    return {"file": to_json(path.name), "sha256": sha256, "size_bytes": path.stat().st_size}
 
 
 def _said(

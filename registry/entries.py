@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ds4q.artifact.places import from_json
 from ds4q.registry import sources
 from ds4q.registry.errors import AmbiguousNameError, DocumentError, SourceError, UnknownTagError
 from ds4q.registry.rules import SIDECAR_KINDS, document_rules
@@ -190,7 +191,7 @@ def _entry(tag: str, item: dict[str, Any]) -> Entry:
     return Entry(
         tag=tag,
         repo=item["repo"],
-        file=item["file"],
+        file=from_json(item["file"]),
         desc=item["desc"],
         size_gb=item["size_gb"],
         min_vram_gb=item["min_vram_gb"],
@@ -209,7 +210,7 @@ def _entry(tag: str, item: dict[str, Any]) -> Entry:
 def _sidecar(kind: str, item: dict[str, Any]) -> Sidecar:
     return Sidecar(
         kind=kind,
-        file=item["file"],
+        file=from_json(item["file"]),
         sha256=item.get("sha256"),
         size_bytes=_whole(item.get("size_bytes")),
         unverified=item.get("unverified", False),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ds4q.registry.errors import UnsafeNameError
 
 MAX_NAME_BYTES = 255  # of one path component, on every file system in use
@@ -41,6 +43,11 @@ UNFINISHED_SUFFIXES = (".partial", ".partial.blocks")
 DOCUMENTS = frozenset({"registry.json", "registry.cache.json"})
 """Names of registry documents, which a model of that name would replace."""
 
+_DEVICES = re.compile(r"(con|prn|aux|nul|com[0-9¹²³]|lpt[0-9¹²³])(\.|$)", re.IGNORECASE)
+"""What Windows opens as a device, in any folder and with any suffix."""
+
+_BYTES = {code: None for code in range(0xDC80, 0xDD00)}  # of a name that are not UTF-8
+
 _SPECIAL = frozenset('<>:"|?*')  # patterns, drives and streams, to shells and to other systems
 
 
@@ -55,20 +62,27 @@ def plain_name(name: str, *, what: str, path: object = None) -> str:
 
     Raises
     ------
-    UnsafeNameError : as ``inner_name``; or it begins or ends with a space, holds one of
-        ``<>:"|?*``, is that of an unfinished download or of a registry document, or leaves no room
-        for what an unfinished download adds to it
+    UnsafeNameError : as ``inner_name``; or it begins or ends with a space, begins with ``-``, ends
+        with a dot, is a device on Windows (``CON``, ``aux.hfq``), holds one of ``<>:"|?*``, is that
+        of an unfinished download or of a registry document, or leaves no room for what an
+        unfinished download adds to it
     """
     inner_name(name, what=what, path=path)
     if name != name.strip():
         fault = "begins or ends with a space"
+    elif name.startswith("-"):
+        fault = "begins with '-', as options of commands do"
+    elif name.endswith("."):
+        fault = "ends with a dot, which Windows leaves out"
+    elif _DEVICES.match(name):
+        fault = "is a device on Windows"
     elif special := sorted(_SPECIAL & set(name)):
         fault = f"holds {special[0]!r}"
     elif name.casefold().endswith(UNFINISHED_SUFFIXES):
         fault = "is that of an unfinished download"
     elif name.casefold() in DOCUMENTS:
         fault = "is that of a registry document"
-    elif len(name.encode("utf-8")) > MAX_FILE_BYTES:
+    elif len(name.encode("utf-8", "surrogateescape")) > MAX_FILE_BYTES:
         fault = f"is longer than {MAX_FILE_BYTES} bytes"
     else:
         return name
@@ -93,7 +107,7 @@ def inner_name(name: str, *, what: str, path: object = None) -> str:
         fault = "holds '..'"
     elif "/" in name or "\\" in name:
         fault = "holds a separator"
-    elif not name.isprintable():
+    elif not name.translate(_BYTES).isprintable():
         fault = "holds a character that does not print"
     elif not fits(name):
         fault = f"is longer than {MAX_NAME_BYTES} bytes"

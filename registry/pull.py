@@ -5,6 +5,7 @@ How one file is fetched is ``fetch.py``. Removes nothing, believes nothing that 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
@@ -296,7 +297,7 @@ class _Pull:
     def _wanted(self, what: Entry | Sidecar) -> Wanted:
         """Where a file is, and what is known of it."""
         if self.hub is None:
-            url = f"{self.entry.repo.rstrip('/')}/{quote(what.file)}"
+            url = f"{self.entry.repo.rstrip('/')}/{quote(os.fsencode(what.file))}"
             return Wanted(url, what.size_bytes, what.sha256)
         there = self.hub.file(what.file)
         return Wanted(

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
 from ds4q.artifact.errors import one_line
 from ds4q.registry.answers import TIMEOUT_S, Limits, Response
@@ -363,7 +363,7 @@ class FileLane:
     def __init__(self, remote: Remote) -> None:
         parts = urlsplit(remote.url)
         self._name = remote.name
-        self._path = unquote(parts.path)
+        self._path = os.fsdecode(unquote_to_bytes(parts.path))
         self._fd = -1
         if parts.netloc not in ("", "localhost") or "\0" in self._path:
             raise RefusedError("not the URL of a local file", path=self._name)

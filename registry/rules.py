@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+from unicodedata import normalize
 
+from ds4q.artifact.places import from_json, to_json
 from ds4q.registry.arch import CURRENT_RELEASE, KNOWN_QUANTS, arch_fault, effort_native, release
 from ds4q.registry.errors import UnsafeNameError
 from ds4q.registry.names import plain_name
@@ -61,7 +63,12 @@ def identity_rules(
         for kind in SIDECAR_KINDS:
             if kind in entry:
                 files[entry[kind]["file"]].append((tag, entry[kind]))
+    folded: dict[str, str] = {}
     for file, said in files.items():
+        other = folded.setdefault(normalize("NFC", file).casefold(), file)
+        if other != file:
+            what = f"file {file!r} differs from {other!r} in case or accents only"
+            yield Problem(("models", said[0][0], "file"), what, fatal=False)
         named = {file, aliases.get(file, file)} & models.keys()
         if others := sorted(named - {tag for tag, _ in said}):
             what = f"file {file!r} of {said[0][0]!r} is also a name of {others[0]!r}"
@@ -82,7 +89,7 @@ def entry_rules(tag: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
     for at, item in parts:
         name = item["file"]
         try:
-            plain_name(name, what=f"{' '.join(at[2:])} file".strip())
+            plain_name(from_json(name), what=f"{' '.join(at[2:])} file".strip())
         except UnsafeNameError as error:
             yield Problem((*at, "file"), error.what, found=error.found)
         if name in names:
@@ -115,8 +122,8 @@ def _sidecar_rules(tag: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
         owner = entry if of == "trunk" else entry.get(of)
         if owner is None:
             yield Problem((*where, kind), f"a receipt of a {of} file that is not registered")
-        elif entry[kind]["file"] != owner["file"] + RECEIPT_SUFFIX:
-            expected, found = shown(owner["file"] + RECEIPT_SUFFIX), shown(entry[kind]["file"])
+        elif entry[kind]["file"] != (beside := to_json(from_json(owner["file"]) + RECEIPT_SUFFIX)):
+            expected, found = shown(beside), shown(entry[kind]["file"])
             yield Problem((*where, kind, "file"), f"not the {of}'s receipt", expected, found)
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ds4q.artifact.errors import MAX_PATH, cut, one_line
-from ds4q.artifact.places import expanded
+from ds4q.artifact.places import expanded, to_json
 
 if TYPE_CHECKING:
     from ds4q.artifact.report import Report
@@ -100,9 +100,19 @@ def warn(text: str) -> None:
 def emit_json(document: dict[str, Any]) -> None:
     """Write the one JSON document of ``--json`` to stdout.
 
-    ASCII only, so that no locale can break it; NaN and infinity are refused, JSON has none.
+    ASCII only, so that no locale can break it; NaN and infinity are refused, JSON has none. Names
+    that are not UTF-8 are written as ``to_json`` says.
     """
-    click.echo(json.dumps(document, indent=2, allow_nan=False))
+    click.echo(json.dumps(_carried(document), indent=2, allow_nan=False))
+
+
+def _carried(value: Any) -> Any:
+    """``value`` with every text as JSON can carry it."""
+    if isinstance(value, str):
+        return to_json(value)
+    if isinstance(value, dict):
+        return {_carried(key): _carried(each) for key, each in value.items()}
+    return [_carried(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ds4q.cli import common, registry_own
-from ds4q.cli.registry_shared import load, models_option, open_store, registry_option
+from ds4q.cli.registry_shared import (
+    entry_document,
+    load,
+    models_option,
+    open_store,
+    registry_option,
+)
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -95,7 +101,7 @@ def show(
 
     registry, store = load(origin), open_store(folder)
     model = model_of(registry, store, registry.resolve(name))
-    document = _model_document(registry, model) | {"entry": dict(model.entry.raw)}
+    document = _model_document(registry, model) | {"entry": entry_document(model.entry.raw)}
     if as_json:
         common.emit_json(document)
         return

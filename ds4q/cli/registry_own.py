@@ -11,7 +11,13 @@ import click
 
 from ds4q.artifact.places import broken_link, reason
 from ds4q.cli import common
-from ds4q.cli.registry_shared import load, models_option, open_store, registry_option
+from ds4q.cli.registry_shared import (
+    entry_document,
+    load,
+    models_option,
+    open_store,
+    registry_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -193,7 +199,7 @@ def added_document(added: Added) -> dict[str, Any]:
         "registry": str(added.path),
         "new": added.was is None,
         "changed": list(added.changed),
-        "entry": dict(added.entry),
+        "entry": entry_document(added.entry),
     }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ds4q.artifact.places import from_json
 from ds4q.cli import common
 
 if TYPE_CHECKING:
@@ -38,6 +39,18 @@ def models_option(command: F) -> F:
         metavar="DIR",
         help="Folder of the models. Default: models in DS4Q_HOME, which is ~/.cache/ds4q if unset.",
     )(command)
+
+
+def entry_document(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry as its document has it, with the names of files as they are, for ``emit_json``."""
+    return {
+        key: entry_document(value)
+        if isinstance(value, dict)
+        else from_json(value)
+        if key == "file"
+        else value
+        for key, value in raw.items()
+    }
 
 
 def load(origin: str | None, *, offline: bool = True) -> Registry:

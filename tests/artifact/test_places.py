@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from ds4q.artifact.places import PlaceError, expanded, home_folder
+from ds4q.artifact.places import (
+    PlaceError,
+    broken_link,
+    expanded,
+    from_json,
+    home_folder,
+    reason,
+    to_json,
+)  # fmt: skip
 from tests.checks import check_refused
 
 
@@ -59,3 +72,30 @@ def test_what_an_earlier_version_kept_stays_in_use(
     assert home_folder() == before
     (home / "big" / "ds4q").mkdir(parents=True)
     assert home_folder() == home / "big" / "ds4q"
+
+
+def test_a_link_that_leads_nowhere_is_a_broken_link(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("nowhere")
+    assert broken_link(link) == "broken link to nowhere"
+    assert reason(FileNotFoundError(errno.ENOENT, "No such", str(link))) == "broken link to nowhere"
+    absent = FileNotFoundError(errno.ENOENT, "No such", str(tmp_path / "absent"))
+    assert reason(absent) == "No such"
+    (tmp_path / "nowhere").touch()
+    assert broken_link(link) is None
+    assert broken_link(tmp_path / "absent") is None
+
+
+@given(st.one_of(st.binary(max_size=40).map(os.fsdecode), st.text(max_size=40)))
+@example("$'\\xff'")
+@example("a'\\\udcff$'\udc80\\xff")
+@example("\ud800")
+def test_every_text_survives_json(text: str) -> None:
+    carried = json.dumps(to_json(text), ensure_ascii=False).encode("utf-8")
+    assert from_json(json.loads(carried)) == text
+
+
+def test_what_json_can_carry_stays_as_it_is() -> None:
+    for text in ("a b.hfq", "é", "C:\\x\\xff", "$'a'", "it's"):
+        assert to_json(text) == from_json(text) == text
+    assert to_json("fl\udcff'.hfq") == "$'fl\\xff\\'.hfq'"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ds4q.artifact.places import from_json
 from ds4q.cli import doctor, main
 from ds4q.registry.entries import load_registry
 from tests.cli.registry_words import TAG, names, refused, registry, told
@@ -360,6 +361,17 @@ def test_card_refuses_a_report_of_another_artifact(added: Path, tmp_path: Path) 
     report = tmp_path / "v.json"
     report.write_text(CliRunner().invoke(main, ["verify", str(other), "--json"]).stdout)
     assert "not of this artifact" in refused("card", TAG, "--verify", report)
+
+
+def test_a_name_that_is_not_utf8_is_carried_by_json(home: Path) -> None:
+    (home / "models").mkdir(parents=True)
+    (home / "models" / "odd\udcff.fp4").write_bytes(b"HFQM")
+    text = registry("list", "--json").stdout
+    text.encode("utf-8")
+    (stray,) = json.loads(text)["others"]
+    assert stray["file"] == "$'odd\\xff.fp4'"
+    assert from_json(stray["file"]) == "odd\udcff.fp4"
+    assert "\\ud" not in text
 
 
 def test_a_broken_link_is_called_one_everywhere(added: Path) -> None:

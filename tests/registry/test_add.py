@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from ds4q.artifact.errors import ArtifactError, ReceiptError
 from ds4q.registry.add import Added, AddError, Wish, add, check_early, default_tag, forget
 from ds4q.registry.entries import Registry, load_registry, read_document
 from ds4q.registry.errors import DocumentError, UnknownQuantError, UnsafeNameError
+from ds4q.registry.pull import pull
 from ds4q.registry.verify import SidecarError
 from tests.artifact import build
 from tests.checks import check_refused
@@ -199,6 +201,43 @@ def test_digests_of_a_caller_are_used(file: Path, local: Path) -> None:
 
     added(local, file, sha256=digest)
     assert sorted(asked) == ["x-dspark.hfq", "x-dspark.hfq.receipt", "x.hfq", "x.hfq.receipt"]
+
+
+def test_a_name_that_is_not_utf8_is_registered_found_and_pulled(
+    file: Path, local: Path, tmp_path: Path
+) -> None:
+    odd = file.with_name("x\udcff.hfq")
+    for suffix in ("", ".receipt"):
+        os.rename(f"{file}{suffix}", f"{odd}{suffix}")
+    check_refused(AddError, lambda: added(local, odd, Wish("x\udcff")), says=["--tag"])
+    done = added(local, odd, Wish("odd:fp4", drafts=()))
+    assert done.entry["file"] == "$'x\\xff.hfq'"
+    known = load_registry(offline=True).resolve(odd.name)
+    assert (known.tag, known.file) == ("odd:fp4", odd.name)
+    assert known.sidecars[0].file == odd.name + ".receipt"
+    served = replace(known, repo=file.parent.as_uri())
+    assert {f.state for f in pull(served, tmp_path / "m").files} == {"fetched"}
+    assert (tmp_path / "m" / odd.name).read_bytes() == odd.read_bytes()
+
+
+def test_names_that_differ_in_case_only_are_refused(file: Path, local: Path) -> None:
+    added(local, file)
+    other = file.with_name("X.hfq")
+    os.rename(file, other)
+    check_refused(AddError, lambda: added(local, other, Wish("other")), says=["in case or accents"])
+
+
+def test_a_full_disk_is_told_with_the_file(
+    file: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        added(local, file)
+    assert caught.value.filename == str(local)
+    assert [path.name for path in local.parent.iterdir()] == ["models"]
 
 
 def test_a_dry_run_writes_nothing(file: Path, local: Path) -> None:

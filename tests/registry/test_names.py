@@ -39,6 +39,11 @@ UNSAFE = {
     " ": "begins or ends with a space",
     " x.hfq": "begins or ends with a space",
     "x.hfq ": "begins or ends with a space",
+    "-rf": "begins with '-'",
+    "x.": "ends with a dot",
+    "CON": "is a device",
+    "aux.hfq": "is a device",
+    "lpt1.mq2r.receipt": "is a device",
     "*.hfq": "holds '*'",
     "C:x.hfq": "holds ':'",
     "a?b": "holds '?'",
@@ -73,7 +78,19 @@ def test_what_lies_in_a_folder_may_be_called_as_no_registered_file_is(tmp_path: 
     assert [stray.file for stray in found] == [" ", "a:b.hfq", "registry.json"]
 
 
-@pytest.mark.parametrize("name", ["deepseek-v4-flash-0731.fp4", "a b.hfq", "é" * 120, "-x", "x~"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek-v4-flash-0731.fp4",
+        "a b.hfq",
+        "é" * 120,
+        "x~",
+        "console.hfq",
+        "x-",
+        "com10",
+        "x\udcff.hfq",
+    ],
+)
 def test_a_plain_name_is_given_back(name: str) -> None:
     assert plain_name(name, what="file") == name
 
