@@ -204,7 +204,7 @@ def test_a_third_signal_ends_what_is_stuck_but_not_at_once(give_up_s: str, signa
         for number in (*ALL, signal.SIGINT)[:signals]:
             assert child.stdout.readline() == b"ready\n"
             child.send_signal(number)
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=300)
     assert out == b""
     assert (b"ended without clean-up" in err) == (signals == 3)
     if signals == 3:

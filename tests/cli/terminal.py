@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0  # only broken code waits so long
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 # Makes its stdin the terminal of its session, from which Ctrl-C comes, and becomes the command.

@@ -118,7 +118,7 @@ def test_an_interrupt_leaves_nothing(tiny_artifact: Path, tmp_path: Path) -> Non
             if line.startswith(b"calibrating"):
                 break
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130
     assert stdout == b""
     assert stderr.splitlines()[-1] == b"ds4q: interrupted"

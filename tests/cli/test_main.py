@@ -194,7 +194,7 @@ def test_signals_to_a_real_process(number: signal.Signals, status: int) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(number)
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=300)
     assert child.returncode == status
     assert out == ""
     assert err.splitlines()[-1] == "go on with: --resume"
@@ -218,7 +218,7 @@ entry()
 def test_a_stop_while_it_is_imported_is_a_stop_like_any_other(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTING.format(module=module)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "ds4q: interrupted\n")
 
@@ -245,7 +245,7 @@ def test_a_second_ctrl_c_tears_no_traceback_out_of_the_clean_up() -> None:
         said = [child.stderr.readline() for _ in range(2)]
         child.send_signal(signal.SIGINT)
         rest = child.stderr.read()
-        child.wait(120)
+        child.wait(300)
     assert said == ["ds4q: interrupted\n", "go on with: --resume\n"]
     assert (child.returncode, rest) == (130, "")
 

@@ -260,7 +260,7 @@ def test_terminal_without_a_prompt_is_not_waited_for(artifact: str) -> None:
     ours, theirs = os.openpty()
     try:
         done = subprocess.run(
-            [*DS4Q, "run", artifact], stdin=theirs, capture_output=True, text=True, timeout=60
+            [*DS4Q, "run", artifact], stdin=theirs, capture_output=True, text=True, timeout=300
         )
     finally:
         os.close(ours)

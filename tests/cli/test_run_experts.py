@@ -301,7 +301,7 @@ def test_a_read_that_never_comes_back_ends_the_run_in_one_line(
     script.write_text(HANGING.replace("{helpers}", str(helpers)))
     words = [script, "run", tiny_artifact, *ASK, "-q", "--ignore-eos", "--expert-cache", least]
     done = subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"ds4q: error: {tiny_artifact}: layer ")

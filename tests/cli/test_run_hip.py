@@ -141,7 +141,7 @@ def test_a_signal_ends_a_run_with_a_report(tiny_artifact: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.read(8)  # it is generating
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "ended by: interrupt" in errors
     assert "Traceback" not in errors

@@ -94,7 +94,7 @@ def test_signal_ends_a_real_run(number: int, status: int, tiny_artifact: Path) -
     assert process.stdout is not None
     first = process.stdout.read(1)  # it generates
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == status
     assert first
     assert (first + stdout).endswith(b"\n")

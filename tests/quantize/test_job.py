@@ -285,7 +285,7 @@ def test_a_second_job_on_the_same_output_is_refused(
 
         def advance(nbytes: int) -> None:
             packing.set()
-            assert go_on.wait(20)
+            assert go_on.wait(300)
 
         return nullcontext(advance)
 
@@ -294,7 +294,7 @@ def test_a_second_job_on_the_same_output_is_refused(
     )
     first.start()
     try:
-        assert packing.wait(20)
+        assert packing.wait(300)
         with pytest.raises(UnfinishedError):
             models.run(source, folder / "x.hfq")
         for options in ({"force": True}, {"resume": True}):

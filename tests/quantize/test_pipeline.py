@@ -362,7 +362,7 @@ def test_data_are_pushed_to_the_disk_while_packing(
         nonlocal packs
         packs += 1
         if packs == 3:  # with two blocks written, wait for the other thread to sync them
-            assert synced.wait(10)
+            assert synced.wait(300)
         return real_pack(*arguments, **options)
 
     monkeypatch.setattr(PartialFile, "sync", sync)
@@ -387,7 +387,7 @@ def test_a_failed_sync_on_the_way_fails_the_job(
 
     def pack(*arguments: Any, **options: Any) -> Any:
         if (tmp_path / "o" / "x.hfq.journal").stat().st_size > 600:
-            assert failed.wait(10)
+            assert failed.wait(300)
         return real_pack(*arguments, **options)
 
     monkeypatch.setattr(PartialFile, "sync", sync)

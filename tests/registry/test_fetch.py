@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -89,12 +88,6 @@ def left(to: Path) -> int:
     lines = to.with_name(to.name + ".partial.blocks").read_bytes().split(b"\n")[1:-1]
     numbers = [int(line.split()[0]) for line in lines]
     return SIZE - sum(size_of(number) for number in numbers)
-
-
-def begun(to: Path) -> bool:
-    """Whether an unfinished download has some blocks."""
-    journal = to.with_name(to.name + ".partial.blocks")
-    return journal.exists() and journal.read_bytes().count(b"\n") > 2
 
 
 def size_of(block: int) -> int:
@@ -247,13 +240,19 @@ def test_a_wrong_address_is_told_soon(tmp_path: Path) -> None:
 # --- stops ------------------------------------------------------------------------------------
 
 CHILD = f"""
-import importlib, sys
+import importlib, sys, time
 from pathlib import Path
 from ds4q.registry.fetch import Wanted, fetch
 for module, values in {SCALED}.items():
     vars(importlib.import_module(f"ds4q.registry.{{module}}")).update(values)
 url, size, digest, to = sys.argv[1:]
-fetch(Wanted(url, int(size), digest), Path(to))
+
+def wait_to_be_killed(done, total):
+    if done >= 3 * {BLOCK_BYTES}:
+        print("begun", flush=True)
+        time.sleep(600)
+
+fetch(Wanted(url, int(size), digest), Path(to), progress=wait_to_be_killed)
 """
 
 
@@ -263,9 +262,9 @@ def test_a_killed_download_goes_on(
     to = tmp_path / "a.fp4"
     server.rate_bytes_per_s = 2e6
     command = [sys.executable, "-c", CHILD, server.url("a.fp4"), str(SIZE), digest, str(to)]
-    with subprocess.Popen(command) as child:
-        while not begun(to) and child.poll() is None:
-            time.sleep(0.005)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begun\n"
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
     assert not to.exists()

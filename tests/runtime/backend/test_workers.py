@@ -29,7 +29,7 @@ def test_every_row_is_visited_once(threads: int, rows: int) -> None:
 
 
 def test_several_threads_take_part() -> None:
-    meeting = threading.Barrier(3, timeout=30)
+    meeting = threading.Barrier(3, timeout=300)
     names = set()
 
     def piece(lo: int, hi: int) -> None:
@@ -43,7 +43,7 @@ def test_several_threads_take_part() -> None:
 
 def test_an_error_in_a_helper_reaches_the_caller() -> None:
     caller = threading.get_ident()
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=300)
 
     def piece(lo: int, hi: int) -> None:
         if lo < 2:

@@ -78,7 +78,7 @@ def test_a_lane_has_a_handle_of_its_own_and_there_are_at_most_four(
     counted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, used = reads.pread_all, set()
-    together = threading.Barrier(LANES, timeout=30)
+    together = threading.Barrier(LANES, timeout=300)
 
     def pread_all(handle: int, out: np.ndarray, offset: int, *, path: object) -> None:
         used.add((threading.get_ident(), handle))

@@ -57,7 +57,7 @@ class Rig:
                 over.set()
 
         self.transport.start(fills, done)
-        assert over.wait(60)
+        assert over.wait(300)
         return found
 
     def holds(self, fill: Fill) -> bool:
@@ -140,7 +140,7 @@ def test_what_a_read_that_hangs_reads_into_outlives_the_device(
         hang = Hang(monkeypatch)
         found: list[BaseException | None] = []
         rig.transport.start(fills_of(6)[:1], lambda fill, error: found.append(error))
-        assert hang.entered.acquire(timeout=30)
+        assert hang.entered.acquire(timeout=300)
         rig.transport.close()
         assert [type(error) for error in found] == [ExpertReadError]
         pinned = sim.live()["pinned"]

@@ -27,7 +27,7 @@ from ds4q.runtime.experts.slots import HostSlots
 
 PART_BYTES = 1280
 NBYTES = 3 * PART_BYTES
-PATIENCE_S = 60  # for what must come; only broken code waits so long
+PATIENCE_S = 300  # for what must come; only broken code waits so long
 
 
 class Numbered:

@@ -466,7 +466,7 @@ def test_matrices_are_read_and_compared_side_by_side(
     over: list[int] = []
 
     def begin(number: int, part: U8) -> None:
-        under_way.wait(60)
+        under_way.wait(300)
         if number == 0:
             raise RuntimeError("cannot begin")
         time.sleep(0.02)
@@ -557,7 +557,7 @@ def test_the_disk_is_asked_while_others_copy(
         reader = ExpertReader(open_file, experts, reads=1)
 
         def wait_for_second(number: int, part: U8) -> None:
-            assert second.wait(10), "the second expert is not read while the first is copied"
+            assert second.wait(300), "the second expert is not read while the first is copied"
 
         def stage(n: int) -> None:
             staging = np.empty(reader.staging_bytes, np.uint8)

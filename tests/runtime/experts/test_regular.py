@@ -41,7 +41,7 @@ def test_a_pipe_is_refused_at_once(pipe: Path, read: Read, kind: type[RunError],
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(20)
+    asking.join(300)
     assert refused.is_set()
 
 

@@ -57,7 +57,7 @@ class Log:
 
     def wait(self, n: int) -> None:
         for _ in range(n):
-            assert self._one.acquire(timeout=30)
+            assert self._one.acquire(timeout=300)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ class Gate:
     def _read(self, record: Record, *parts: U8) -> None:
         self.order.append(record.key)
         self.entered.release()
-        assert self.passing.acquire(timeout=30)
+        assert self.passing.acquire(timeout=300)
 
     def let(self, n: int) -> None:
         for _ in range(n):
@@ -119,7 +119,7 @@ def test_what_is_waited_for_is_read_first(
     gate, log = Gate(monkeypatch), Log()
     transport = HostTransport(catalogue, ExpertReader(reader, catalogue), HostSlots(), threads=1)
     transport.start([Fill(Key(0, 0), 0, Purpose.WARM)], log)
-    assert gate.entered.acquire(timeout=30)
+    assert gate.entered.acquire(timeout=300)
     purposes = (
         Purpose.WARM,
         Purpose.SPECULATIVE,
@@ -136,8 +136,8 @@ def test_what_is_waited_for_is_read_first(
     assert [key.expert for key in gate.order[1:]] == [3, 4, 5, 2, 1, 0]
     transport.start([Fill(Key(2, e), 0, Purpose.WARM) for e in range(9)], log)
     for _ in range(6):
-        assert gate.entered.acquire(timeout=30)
-    assert gate.entered.acquire(timeout=30)
+        assert gate.entered.acquire(timeout=300)
+    assert gate.entered.acquire(timeout=300)
     transport.hurry([Key(2, 8), Key(2, 6)])
     gate.let(9)
     log.wait(9)
@@ -154,11 +154,11 @@ def test_closing_finishes_what_runs_and_refuses_what_waits(
     fills = [Fill(Key(0, e), 0, Purpose.DEMAND) for e in range(6)]
     transport.start(fills, log)
     for _ in range(2):
-        assert gate.entered.acquire(timeout=30)
+        assert gate.entered.acquire(timeout=300)
     closing = threading.Thread(target=transport.close)
     closing.start()
     gate.let(2)
-    closing.join(30)
+    closing.join(300)
     assert not closing.is_alive()
     ended = {fill.key.expert: error for fill, error in log.calls}
     assert len(log.calls) == 6
@@ -179,14 +179,14 @@ class Hang:
     def _preadv(self, fd: int, buffers: Sequence[Any], offset: int, *flags: int) -> int:
         if not flags and next(self._left, None) is not None:
             self.entered.release()
-            assert self._over.wait(60)
+            assert self._over.wait(300)
         return PREADV(fd, buffers, offset, *flags)
 
     def let_go(self, threads: set[threading.Thread]) -> None:
         """Let the reads come back, and wait for all threads but ``threads``."""
         self._over.set()
         for thread in set(threading.enumerate()) - threads:
-            thread.join(30)
+            thread.join(300)
 
 
 @pytest.mark.parametrize("helpers", [0, 2])
@@ -203,11 +203,11 @@ def test_closing_gives_up_a_read_that_hangs_and_takes_nothing_from_it(
     transport = HostTransport(catalogue, experts, slots, threads=1)
     fills = [Fill(Key(0, e), e, Purpose.DEMAND) for e in range(3)]
     transport.start(fills, log)
-    assert hang.entered.acquire(timeout=30)
+    assert hang.entered.acquire(timeout=300)
     for _ in range(2):
         closing = threading.Thread(target=transport.close)
         closing.start()
-        closing.join(30)
+        closing.join(300)
         assert not closing.is_alive()
         errors = {fill: type(error) for fill, error in log.calls}
         assert errors == dict.fromkeys(fills, TransportClosedError) | {fills[0]: ExpertReadError}
@@ -229,12 +229,12 @@ def test_closing_does_not_wait_again_for_a_read_that_was_waited_for(
     experts = ExpertReader(reader, catalogue, bounces=2)
     transport = HostTransport(catalogue, experts, HostSlots(), threads=2)
     transport.start([Fill(Key(0, 0), 0, Purpose.DEMAND)], log)
-    assert hang.entered.acquire(timeout=30)
+    assert hang.entered.acquire(timeout=300)
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 501)
     monkeypatch.setattr(fillqueue, "time", later)
     closing = threading.Thread(target=transport.close, daemon=True)
     closing.start()
-    closing.join(30)
+    closing.join(300)
     assert not closing.is_alive()
     log.wait(1)
     hang.let_go(threads)

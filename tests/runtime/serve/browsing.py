@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_MS = 20_000
+PATIENCE_MS = 120_000  # only a broken page waits so long
 PHONE: dict[str, Any] = {
     "viewport": {"width": 390, "height": 760},
     "has_touch": True,

@@ -26,7 +26,7 @@ from tests.runtime.serve.browsing import (
     thinking,
 )
 from tests.runtime.serve.scripted import ScriptedEngine
-from tests.runtime.serve.served import Served, serving
+from tests.runtime.serve.served import PATIENCE_S, Served, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -49,7 +49,7 @@ def page(browser: Browser, served: Served) -> Iterator[Page]:
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
@@ -425,9 +425,9 @@ def test_loading_is_shown_as_it_goes_on(browser: Browser) -> None:
 
     def load(report: Callable[[int, int], None]) -> ScriptedEngine:
         report(40, 100)
-        assert go_on[0].wait(20)
+        assert go_on[0].wait(300)
         report(90, 100)
-        assert go_on[1].wait(20)
+        assert go_on[1].wait(300)
         return engine
 
     engine = ScriptedEngine()
