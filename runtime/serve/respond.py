@@ -186,14 +186,18 @@ class _EventStream(Response):
                     await put(data)
                 data = b""
         except Refusal as refusal:
+            outcome = outcome_of(refusal.status)
+            self._ending.reach(outcome)  # before the client can ask for the counts
             await put(data + _event(refusal.body), more=False)
-            return outcome_of(refusal.status)
+            return outcome
         reason = self._follower.transcript.finish_reason
         data = _event(self._form.chunk(Piece(), reason))
         if (counts := self._form.usage_chunk(usage(self._follower))) is not None:
             data += _event(counts)
+        outcome = reason or "failed"
+        self._ending.reach(outcome)
         await put(data + b"data: [DONE]\n\n", more=False)
-        return reason or "failed"
+        return outcome
 
     async def _items(self) -> AsyncIterator[Item]:
         yield self._first

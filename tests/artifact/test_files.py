@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_created_leaves_nothing(
     with pytest.raises(OSError, match="No space left"):
         create(tmp_path / "x", b"mark")
     assert names(tmp_path) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_a_refused_file_leaks_no_descriptor(tmp_path: Path) -> None:
     for _ in range(20):
         with pytest.raises(MagicError):
             Reader(path)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # ------------------------------------------------------------------ what is opened

@@ -97,7 +97,7 @@ def test_prime_asks_for_the_beginning_of_each_file(
     readahead.prime(files)
     advice = (0, readahead.PRIME_BYTES, os.POSIX_FADV_WILLNEED)
     assert asked == [(str(files[0]), *advice), (str(files[2]), *advice)]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_prime_leaves_complaints_to_the_reader(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_a_refused_lock_leaks_no_descriptor(tmp_path: Path) -> None:
     for _ in range(5):
         with pytest.raises(LockedError):
             PartialFile(tmp_path / "x.hfq", 5)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     file.close()
 
 

@@ -193,7 +193,7 @@ def test_failed_open_leaves_no_descriptor(cases_dir: Path) -> None:
     for name in ("c05_map_names_ghost", "c05_missing_shard", "c04_cut.safetensors"):
         with pytest.raises(SourceError):
             open_partial(cases_dir / name)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # ---------------------------------------------------------------- index

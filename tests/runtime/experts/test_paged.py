@@ -354,7 +354,7 @@ def test_a_failed_load_leaves_nothing_open(
     monkeypatch.setattr(module, part, fail)
     before = set(os.listdir("/proc/self/fd"))
     check_refused(CacheError, lambda: paged(random_path), says=[part])
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_failed_load_leaves_an_earlier_trace_alone(
@@ -385,7 +385,8 @@ def test_closing_ends_every_thread_and_file(random_path: Path) -> None:
     greedy(engine, 1)
     assert open_things() != before
     engine.close()
-    assert open_things() == before
+    for now, then in zip(open_things(), before, strict=True):
+        assert now <= then  # what other tests left may have gone
     engine.close()
     check_refused(TransportClosedError, lambda: greedy(engine, 1), path=random_path)
 

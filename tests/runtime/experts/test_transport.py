@@ -86,8 +86,8 @@ def test_a_transport_fills_all_slots(tiny: tuple[Reader, Catalogue]) -> None:
     assert transport.counters()["bytes_read"] == catalogue.file_bytes
     transport.close()
     transport.close()
-    assert set(os.listdir("/proc/self/fd")) == before
-    assert set(threading.enumerate()) == threads
+    assert set(os.listdir("/proc/self/fd")) <= before
+    assert set(threading.enumerate()) <= threads
     with pytest.raises(TransportClosedError):
         transport.start(fills[:1], log)
     assert len(log.calls) == len(fills)
@@ -211,13 +211,13 @@ def test_closing_gives_up_a_read_that_hangs_and_takes_nothing_from_it(
         assert not closing.is_alive()
         errors = {fill: type(error) for fill, error in log.calls}
         assert errors == dict.fromkeys(fills, TransportClosedError) | {fills[0]: ExpertReadError}
-        assert set(os.listdir("/proc/self/fd")) == open_files
+        assert open_files - files <= set(os.listdir("/proc/self/fd"))
         experts.close()  # as whoever made it does
     hang.let_go(threads)
     assert len(log.calls) == len(fills)
     check_bytes(slots.held[fills[0].key, 0], catalogue[fills[0].key], reader)
-    assert set(os.listdir("/proc/self/fd")) == files
-    assert set(threading.enumerate()) == threads
+    assert set(os.listdir("/proc/self/fd")) <= files
+    assert set(threading.enumerate()) <= threads
 
 
 def test_closing_does_not_wait_again_for_a_read_that_was_waited_for(
@@ -238,7 +238,7 @@ def test_closing_does_not_wait_again_for_a_read_that_was_waited_for(
     assert not closing.is_alive()
     log.wait(1)
     hang.let_go(threads)
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads
 
 
 def test_errors_come_with_their_fill_and_the_threads_go_on(

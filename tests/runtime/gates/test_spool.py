@@ -58,7 +58,7 @@ def test_the_file_is_gone_after_an_error() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyError):
         fail()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_too_little_room_is_told_before_any_work(
