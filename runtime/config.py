@@ -7,13 +7,13 @@ DeepSeek publishes with DeepSeek-V4-Flash.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds4q.quantize.config import check_config
 from ds4q.quantize.errors import SourceError
-from ds4q.runtime.errors import ConfigError
+from ds4q.runtime.errors import ConfigError, RunError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,34 @@ class ModelConfig:
     compress_rope_theta: float
     rope_scaling: Yarn
     compress_ratios: tuple[int, ...]  # one per hidden layer
+    run_layers: tuple[int, ...] | None = None  # numbers of the layers that run; None: all of them
 
     def is_hash_layer(self, layer: int) -> bool:
         """Whether the experts of ``layer`` follow from the token id alone."""
         return layer < self.num_hash_layers
+
+    def number(self, layer: int) -> int:
+        """The number that ``layer``, counted among those that run, has in the checkpoint."""
+        return layer if self.run_layers is None else self.run_layers[layer]
+
+    def shortened(self, layers: Sequence[int] | None) -> ModelConfig:
+        """The config of a model of these layers alone, in ascending order; None: of all."""
+        if layers is None:
+            return self
+        found = list(layers)
+        if not found or found != sorted(set(found) & set(range(self.num_hidden_layers))):
+            raise RunError(
+                "layers to run",
+                expected=f"ascending numbers from 0 to {self.num_hidden_layers - 1}",
+                found=found,
+            )
+        return replace(
+            self,
+            num_hidden_layers=len(found),
+            num_hash_layers=sum(map(self.is_hash_layer, found)),
+            compress_ratios=tuple(self.compress_ratios[layer] for layer in found),
+            run_layers=tuple(map(self.number, found)),
+        )
 
 
 def parse_config(config: Mapping[str, Any], *, path: object = None) -> ModelConfig:
@@ -85,7 +109,7 @@ def parse_config(config: Mapping[str, Any], *, path: object = None) -> ModelConf
         raise ConfigError(
             error.what, path=path, expected=error.expected, found=error.found
         ) from error
-    values = {name: config[name] for name in ModelConfig.__annotations__}
+    values = {name: config[name] for name in ModelConfig.__annotations__ if name != "run_layers"}
     scaling = {name: config["rope_scaling"][name] for name in Yarn.__annotations__}
     values["rope_scaling"] = Yarn(**scaling)
     # Entries past the hidden layers belong to draft stages.

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import count
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -114,7 +113,7 @@ class Engine:
         batch_tokens: int = BATCH_TOKENS,
         progress: Progress | None = None,
         cache: CacheOptions | None = None,
-        layers: int | None = None,
+        layers: Sequence[int] | None = None,
         spread: Spread | None = None,
         kv_type: KvType = "f32",
         sequences: int = 1,
@@ -129,7 +128,7 @@ class Engine:
         path : an HFQ file
         progress : called with (bytes read, bytes in all)
         cache : how routed experts are kept
-        layers : run only so many, then the head
+        layers : numbers of the layers to run, ascending, then the head; None: all
         spread : what the model runs on; one CPU is all there is
         kv_type : how window rows and compressed entries are kept; all else is float32
         sequences, beside_bytes : what there has to be room for beside the weights: so many
@@ -147,7 +146,7 @@ class Engine:
         laps = Laps()
         with Reader(path) as reader, ExitStack() as stack:
             laps.lap("open")
-            config = shortened(checked_config(reader), layers)
+            config = checked_config(reader).shortened(layers)
             notes: list[str] = []
             digests = digests_of(reader, cache, notes)
             if digests is not None:
@@ -388,18 +387,6 @@ def _open_experts(
         reader, config, source, cache, state_bytes=state_bytes, laps=laps, notes=notes
     )
     return opened.store, opened
-
-
-def shortened(config: ModelConfig, layers: int | None) -> ModelConfig:
-    """The config of the first ``layers`` layers alone; None: as it is."""
-    if layers is None:
-        return config
-    if not 1 <= layers <= config.num_hidden_layers:
-        raise RunError(
-            "number of layers", expected=f"1 to {config.num_hidden_layers}", found=layers
-        )
-    ratios = config.compress_ratios[:layers]
-    return replace(config, num_hidden_layers=layers, compress_ratios=ratios)
 
 
 def expected_state_bytes(

@@ -35,7 +35,7 @@ Tensors = dict[str, Packed]
 PROMPT = [256, 258, 104, 105, 259, 261]
 ASK = ["--prompt-ids", ",".join(map(str, PROMPT)), "--temp", "0", "--max-tokens", "8"]
 DEVICE_TOLERANCE = 1e-3  # logits reach 25; sums run in another order
-LAYERS = 2  # that run where the types of many tensors are mixed: one by hash, one with an indexer
+LAYERS = range(2)  # run where many types are mixed: one routes by hash, one has an indexer
 THRASH = CacheOptions(slots=4)  # what one token needs
 FIRST = expert_name(0, 0, "w1")
 

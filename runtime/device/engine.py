@@ -38,7 +38,6 @@ from ds4q.runtime.engine import (
     checked_ids,
     checked_kv_type,
     digests_of,
-    shortened,
 )
 from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.options import CacheOptions
@@ -69,7 +68,7 @@ class HipEngine:
     replay : run decode steps as a graph; else by the same launches, one by one
     progress : called with (bytes read, bytes in all)
     cache : how routed experts are kept; None: all of them on the device
-    layers : run the first so many only, then the head; None: all
+    layers : numbers of the layers to run, ascending, then the head; None: all
     kv_type : how window rows and compressed entries are kept; all else is float32
     sequences, beside_bytes : what a cache of experts that is sized by itself leaves room for: so
         many sequences at once, and so many bytes of other things in the host's memory
@@ -97,12 +96,12 @@ class HipEngine:
         replay: bool = True,
         progress: Progress | None = None,
         cache: CacheOptions | None = None,
-        layers: int | None = None,
+        layers: Sequence[int] | None = None,
         kv_type: KvType = "f32",
         sequences: int = 1,
         beside_bytes: int = 0,
     ) -> None:
-        self.config = config = shortened(checked_config(reader), layers)
+        self.config = config = checked_config(reader).shortened(layers)
         self.metadata: Mapping[str, Any] = reader.metadata
         self.max_context = checked_context(config, max_context, batch_tokens)
         self._backend = backend
@@ -141,7 +140,7 @@ class HipEngine:
         replay: bool | None = None,
         progress: Progress | None = None,
         cache: CacheOptions | None = None,
-        layers: int | None = None,
+        layers: Sequence[int] | None = None,
         spread: Spread | None = None,
         kv_type: KvType = "f32",
         sequences: int = 1,

@@ -132,14 +132,15 @@ class ExpertCache:
         if self._plan is None:
             raise RuntimeError("the slots were not sized")
         by_token = {
-            layer: source.id_table(by_token_name(layer))
+            layer: source.id_table(by_token_name(self._config.number(layer)))
             for layer in range(self._config.num_hidden_layers)
             if self._config.is_hash_layer(layer)
         }
         plan = self._plan
 
         def bias(layer: int) -> npt.NDArray[np.float32]:
-            return source.tensors.values(bias_name(layer), self._config.n_routed_experts)
+            name = bias_name(self._config.number(layer))
+            return source.tensors.values(name, self._config.n_routed_experts)
 
         transport, pager = self._reading(plan, backend.device)
         clock = Clock(backend.stream)

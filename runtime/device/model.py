@@ -119,7 +119,8 @@ def bias_name(layer: int) -> str:
 def _layer(
     c: ModelConfig, source: DeviceSource, layer: int, path: object, slots: Slots | None
 ) -> LayerWeights:
-    name = f"layers.{layer}"
+    number = c.number(layer)
+    name = f"layers.{number}"
     attn, ffn = f"{name}.attn", f"{name}.ffn"
     ratio, heads, width, d = (
         c.compress_ratios[layer],
@@ -144,14 +145,14 @@ def _layer(
         _indexer(c, source, f"{attn}.indexer", ratio) if ratio == 4 else None,
         _hyper(c, source, f"{name}.hc_ffn", f"{name}.ffn_norm.weight"),
         source.matrix(f"{ffn}.gate.weight", c.n_routed_experts, d),
-        None if hashed else source.values(bias_name(layer), c.n_routed_experts),
+        None if hashed else source.values(bias_name(number), c.n_routed_experts),
         source.ids(
-            by_token_name(layer), c.vocab_size, c.num_experts_per_tok, below=c.n_routed_experts
+            by_token_name(number), c.vocab_size, c.num_experts_per_tok, below=c.n_routed_experts
         )
         if hashed
         else None,
         _shared(c, source, f"{ffn}.shared_experts", path),
-        _experts(c, source, layer, path) if slots is None else _pooled(source, layer, *slots),
+        _experts(c, source, number, path) if slots is None else _pooled(source, layer, *slots),
     )
 
 

@@ -79,6 +79,7 @@ class Catalogue:
     records : by layer, then by expert, as they lie in the file
     packed : the same, as slots hold them
     geometry : by layer
+    number : maps a layer, counted among those that run, to its number in the checkpoint
 
     Raises
     ------
@@ -96,6 +97,7 @@ class Catalogue:
         bind: bool = True,
     ) -> None:
         self.path = path
+        self.number = config.number
         self.transform = transform
         self.records = tuple(
             _layer_records(config, tensors, layer, path)
@@ -150,7 +152,7 @@ def _layer_records(
     d, width = config.hidden_size, config.moe_intermediate_size
     found = []
     for expert in range(config.n_routed_experts):
-        name = f"layers.{layer}.ffn.experts.{expert}"
+        name = f"layers.{config.number(layer)}.ffn.experts.{expert}"
         gate = tensors.matrix_entry(f"{name}.w1.weight", (width, d))
         up = tensors.matrix_entry(f"{name}.w3.weight", (width, d))
         down = tensors.matrix_entry(f"{name}.w2.weight", (d, width))

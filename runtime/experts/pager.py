@@ -258,7 +258,7 @@ class Pager:
         for expert in distinct:
             if not 0 <= expert < experts:
                 raise ExpertRangeError(
-                    tensor=f"layers.{layer}.ffn.experts",
+                    tensor=f"layers.{self._catalogue.number(layer)}.ffn.experts",
                     expected=f"0 to {experts - 1}",
                     found=expert,
                 )
@@ -384,7 +384,8 @@ class Pager:
         error = failed.error
         if isinstance(error, Ds4qError):
             raise error.located() from error  # each waiter raises one of its own
-        where = f"layers.{lease._layer}.ffn.experts.{failed.expert}"
+        number = self._catalogue.number(lease._layer)
+        where = f"layers.{number}.ffn.experts.{failed.expert}"
         if isinstance(error, MemoryError):
             raise ExpertReadError(
                 "no memory to read an expert",

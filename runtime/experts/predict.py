@@ -73,12 +73,20 @@ class AdapterGuess:
     ----------
     biases : [E] by layer, of the layers that choose by score
     top : experts that are guessed; None takes ``DEFAULT_TOP``
+    number : maps a layer, counted among those that run, to its number in the checkpoint
     """
 
     needs_state = True
 
-    def __init__(self, adapter: Adapter, biases: Mapping[int, F32], top: int | None) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        biases: Mapping[int, F32],
+        top: int | None,
+        number: Callable[[int], int] = int,
+    ) -> None:
         self._adapter = adapter
+        self._number = number
         self._biases = biases
         self._top = DEFAULT_TOP if top is None else top
         if self._top < 1:
@@ -87,9 +95,12 @@ class AdapterGuess:
     def candidates(self, layer: int, x: F32 | None) -> I64 | None:
         """See ``Guess``."""
         bias = self._biases.get(layer + 1)
-        if bias is None or x is None or layer not in self._adapter.entries:
+        if bias is None or x is None:
             return None
-        return best(np.add(self._adapter.predict(layer, x), bias), self._top)
+        source = self._number(layer + 1) - 1  # entries are named after the layer before
+        if source not in self._adapter.entries:
+            return None
+        return best(np.add(self._adapter.predict(source, x), bias), self._top)
 
 
 class Oracle:

@@ -45,7 +45,7 @@ class ResidentExperts:
     def __init__(self, config: ModelConfig, source: MatrixSource, *, path: object = None) -> None:
         everyone = range(config.n_routed_experts)
         self._layers = [
-            layer_experts(config, source, layer, everyone, path)
+            layer_experts(config, source, config.number(layer), everyone, path)
             for layer in range(config.num_hidden_layers)
         ]
 
@@ -76,8 +76,9 @@ class OwnedExperts:
         self._owned = np.array([ownership.owns(e) for e in range(config.n_routed_experts)])
         self._layers = []
         for layer in range(config.num_hidden_layers):
-            found = source.owned_matrices(layer, ownership.owned, _shapes(config))
-            self._layers.append(_joined(layer, ownership.owned, found, path))
+            number = config.number(layer)
+            found = source.owned_matrices(number, ownership.owned, _shapes(config))
+            self._layers.append(_joined(number, ownership.owned, found, path))
 
     def bands(
         self, layer: int, ids: npt.NDArray[np.integer[Any]], phase: Phase

@@ -152,7 +152,8 @@ class Setup:
         if self._adapter is not None:
             others = (n for n in range(self._config.num_hidden_layers) if n not in by_token)
             biases = {layer: bias(layer) for layer in others}
-            guess = AdapterGuess(self._adapter, biases, self.options.prefetch_top)
+            top, number = self.options.prefetch_top, self._config.number
+            guess = AdapterGuess(self._adapter, biases, top, number)
         if not certain and guess is None:
             return None
         return Prefetcher(pager, certain, guess, say=say)

@@ -31,7 +31,6 @@ from ds4q.runtime.rows import check_room
 from ds4q.runtime.sampling import Sampler
 
 TOKENS = 192
-FAST_LAYERS = 3
 Place = tuple[int, int]  # a prompt and the position of a call's first token
 
 
@@ -99,7 +98,7 @@ class Neutrality:
     prompts : JSONL of texts or ids; None takes the built-in ones
     tokens : that each prompt is continued by, as far as the context goes
     cache : bytes of the cache that has to evict; None takes the smallest, top-k slots a layer
-    fast : only the first 3 layers run, and the head on what they give
+    fast : one layer of each kind runs (``fast_layers``), and the head on what they give
     policies : of the caches that evict; none takes the default one
     adapter : also run both caches with this predictor's prefetch
     """
@@ -116,7 +115,7 @@ class Neutrality:
         """What runs the artifact ``path`` in every arm; see ``Gate``."""
         model = Model.read(path)
         config = model.config
-        layers = min(FAST_LAYERS, config.num_hidden_layers) if self.fast else None
+        layers = tuple(fast_layers(config)) if self.fast else None
         prompts = self._prompts(model)
         small = self._small(config)
         if self.adapter is not None:  # of all arms that evict this one needs most
@@ -131,7 +130,7 @@ class Neutrality:
     def _run(
         self,
         model: Model,
-        layers: int | None,
+        layers: Sequence[int] | None,
         prompts: Sequence[Sequence[int]],
         nbytes: int,
         where: Surroundings,
@@ -143,12 +142,16 @@ class Neutrality:
             "prompts": len(prompts),
             "prompt_tokens": [len(prompt) for prompt in prompts],
             "tokens": sum(steps),
-            "layers": layers or config.num_hidden_layers,
+            "layers": config.num_hidden_layers if layers is None else len(layers),
             "fast": self.fast,
             "device": where.device,
         }
         if layers is not None:
-            check.notes.append(f"fast: only layers 0 to {layers - 1} ran")
+            kinds = fast_layers(config)
+            check.figures["layer_kinds"] = {str(layer): kinds[layer] for layer in layers}
+            each = "; ".join(f"layer {layer}: {', '.join(kinds[layer])}" for layer in layers)
+            ran = f"{len(layers)} of {config.num_hidden_layers} layers"
+            check.notes.append(f"fast: only {ran} ran, one of each kind: {each}")
         arms: dict[str, dict[str, Any]] = {}
         with Spool(nbytes) as spool:
             where.tell(
@@ -168,7 +171,8 @@ class Neutrality:
                     model.running(where, arm.cache, layers) as engine,
                     where.progress(arm.name, sum(steps), unit="tokens") as advance,
                 ):
-                    comparison = Comparison(arm.name, [len(prompt) for prompt in prompts])
+                    lengths = [len(prompt) for prompt in prompts]
+                    comparison = Comparison(arm.name, lengths, layers)
                     for _ in comparison.run(engine, truth, seen=where.device == "cpu"):
                         advance(1)
                     arms[arm.name] = comparison.figures()
@@ -238,6 +242,22 @@ def _record(
     truth.slots = max((len(experts) for experts in routed.touched.values()), default=0)
 
 
+def fast_layers(config: ModelConfig) -> dict[int, list[str]]:
+    """The layers that ``--fast`` runs, each with its kinds: how it routes, how it compresses.
+
+    In order of the layers, the first one of every kind of routing and of every compress ratio.
+    """
+    chosen: dict[int, list[str]] = {}
+    seen: set[str] = set()
+    for layer, ratio in enumerate(config.compress_ratios):
+        routing = "hash-routed" if config.is_hash_layer(layer) else "learned routing"
+        kinds = [routing, f"compress ratio {ratio}" if ratio else "no compression"]
+        if not seen.issuperset(kinds):
+            chosen[layer] = kinds
+            seen.update(kinds)
+    return chosen
+
+
 class Comparison:
     """One arm beside the first one: the first other token and the first other logit of a prompt.
 
@@ -245,11 +265,15 @@ class Comparison:
     ----------
     arm : its name, for messages
     lengths : tokens of each prompt
+    layers : numbers of the layers that run; None: all
     """
 
-    def __init__(self, arm: str, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, arm: str, lengths: Sequence[int], layers: Sequence[int] | None = None
+    ) -> None:
         self._arm = arm
         self._lengths = lengths
+        self._layers = layers
         self._tokens = self._equal = 0
         self._ids: list[Failure] = []
         self._logits: dict[int, Failure] = {}
@@ -269,7 +293,7 @@ class Comparison:
                 if (fed != call.fed).any():
                     continue  # to the calls of the next prompt
                 logits = engine.forward(state, fed, "all", trace=routed if seen else None)
-                layer = _first_other(truth.rows[number, call.position], routed.take())
+                layer = self._first_other(truth.rows[number, call.position], routed.take())
                 self._compare_logits(call, logits, layer)
                 own = np.array([greedy(logits[-1])], np.int64)
                 self._compare_ids(call, int(own[0]), greedy(call.logits[-1]), layer)
@@ -300,16 +324,16 @@ class Comparison:
         said = f"{self._place(call, row)}: other bits in logit {column}"
         self._logits[call.window] = Failure(said, layer=layer, expected=wanted, found=found)
 
+    def _first_other(self, wanted: dict[int, bytes], found: dict[int, bytes]) -> int | None:
+        """The number of the first layer whose experts gave other rows."""
+        first = next((layer for layer, rows in found.items() if wanted[layer] != rows), None)
+        return first if first is None or self._layers is None else self._layers[first]
+
     def _place(self, call: Call, after: int) -> str:
         length = self._lengths[call.window]
         return (
             f"{self._arm}, prompt {call.window} of {length} tokens, token {call.position + after}"
         )
-
-
-def _first_other(wanted: dict[int, bytes], found: dict[int, bytes]) -> int | None:
-    """The first layer whose experts gave other rows."""
-    return next((layer for layer, rows in found.items() if wanted[layer] != rows), None)
 
 
 def _exercised(check: Check, arm: Arm, counters: dict[str, Any] | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from ds4q.runtime.engine import (
     Engine,
     checked_config,
     expected_state_bytes,
-    shortened,
 )
 from ds4q.runtime.errors import CacheError, GateError
 from ds4q.runtime.experts.budget import available_bytes
@@ -126,9 +125,9 @@ class Model:
 
     @contextmanager
     def running(
-        self, where: Surroundings, cache: CacheOptions | None, layers: int | None
+        self, where: Surroundings, cache: CacheOptions | None, layers: Sequence[int] | None
     ) -> Iterator[Engine | HipEngine]:
-        """The model on the device of ``where``, closed afterwards; None takes all of its layers."""
+        """The model on the device of ``where``, closed afterwards; ``layers`` None runs all."""
         with ExitStack() as stack:
             with self._loading(where) as report:
                 options: dict[str, Any] = {"cache": cache, "layers": layers, "progress": report}
@@ -147,7 +146,7 @@ class Model:
         cache: CacheOptions,
         where: Surroundings,
         *,
-        layers: int | None = None,
+        layers: Sequence[int] | None = None,
         holds_all: bool = False,
     ) -> None:
         """Refuse a cache that the model could not run with, or that pages nothing.
@@ -162,7 +161,7 @@ class Model:
         def unknown() -> int:
             raise CacheError("the device has not been asked")
 
-        config = shortened(self.config, layers)
+        config = self.config.shortened(layers)
         try:
             with Reader(self.path) as reader:
                 plan = check_cache(

@@ -294,7 +294,8 @@ class Attention:
     """``layers.N.attn.*``: low-rank queries, one shared kv head, grouped low-rank output."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
-        c, source, name = parts.config, parts.source, f"layers.{layer}.attn"
+        c, source = parts.config, parts.source
+        name = f"layers.{c.number(layer)}.attn"
         heads, width = c.num_attention_heads, c.head_dim
         self._config = c
         self._backend = parts.backend

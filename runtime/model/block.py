@@ -17,7 +17,7 @@ class Block:
     """``layers.N.*``."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
-        name = f"layers.{layer}"
+        name = f"layers.{parts.config.number(layer)}"
         self._layer = layer
         self._around_attention = HyperConnection(
             parts, f"{name}.hc_attn", f"{name}.attn_norm.weight"

@@ -124,7 +124,8 @@ class MoE:
     """``layers.N.ffn.*``: the router, the routed experts and the one that every token uses."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
-        c, source, name = parts.config, parts.source, f"layers.{layer}.ffn"
+        c, source = parts.config, parts.source
+        name = f"layers.{c.number(layer)}.ffn"
         d, width, experts = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
         self._config = c
         self._backend = parts.backend

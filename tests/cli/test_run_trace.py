@@ -162,9 +162,9 @@ def test_only_a_failure_costs_the_trace(
     options = CacheOptions(slots=5, trace=path)
     engine: Engine | HipEngine
     if device == "cpu":
-        engine = Engine.load(tiny_artifact, threads=1, cache=options, layers=2)
+        engine = Engine.load(tiny_artifact, threads=1, cache=options, layers=range(2))
     else:
-        engine = HipEngine.load(tiny_artifact, cache=options, layers=2)
+        engine = HipEngine.load(tiny_artifact, cache=options, layers=range(2))
     if stop is None:
         use(engine, stop)
     else:
@@ -181,7 +181,7 @@ def test_a_server_keeps_its_trace_after_an_answer_that_failed(
     tiny_artifact: Path, path: Path
 ) -> None:
     options = CacheOptions(slots=5, trace=path)
-    with Engine.load(tiny_artifact, threads=1, cache=options, layers=1) as engine:
+    with Engine.load(tiny_artifact, threads=1, cache=options, layers=range(1)) as engine:
         engine.forward(engine.new_state(), IDS)
         with pytest.raises(RunError):
             engine.forward(engine.new_state(), [-1])
@@ -193,7 +193,7 @@ def test_a_device_refuses_a_trace_that_is_being_written_before_it_reads_weights(
     tiny_artifact: Path, path: Path, sim: Control
 ) -> None:
     options = CacheOptions(slots=5, trace=path)
-    with Engine.load(tiny_artifact, threads=1, cache=options, layers=1) as first:
+    with Engine.load(tiny_artifact, threads=1, cache=options, layers=range(1)) as first:
         first.forward(first.new_state(), IDS)
         read: list[int] = []
         with pytest.raises(LockedError):

@@ -159,7 +159,7 @@ def test_rows_are_the_nearest_to_those_of_float32(
     random_path: Path, engines: dict[str, Engine], kv_type: KvType
 ) -> None:
     """In the first layer, whose input no rounding has touched."""
-    engine = Engine.load(random_path, threads=1, kv_type=kv_type, layers=1)
+    engine = Engine.load(random_path, threads=1, kv_type=kv_type, layers=range(1))
     state, plain = engine.new_state(), engines["resident"].new_state()
     engine.forward(state, TEXTS[0][:20])
     engines["resident"].forward(plain, TEXTS[0][:20])

@@ -50,6 +50,9 @@ class Numbered:
     def __getitem__(self, key: Key) -> Any:
         return self.records[key.layer][key.expert]
 
+    def number(self, layer: int) -> int:
+        return layer
+
 
 class Memory:
     """Slots of a numbered catalogue, and whose bytes they hold."""

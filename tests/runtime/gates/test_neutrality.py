@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,9 @@ import numpy.typing as npt
 import pytest
 
 from ds4q.artifact.hfq import Reader
-from ds4q.runtime.errors import ExpertReadError, GateError
+from ds4q.runtime.config import parse_config
+from ds4q.runtime.engine import Engine
+from ds4q.runtime.errors import ExpertReadError, GateError, RunError
 from ds4q.runtime.experts.adapter import (
     NORMALISATION,
     STATE,
@@ -24,10 +26,13 @@ from ds4q.runtime.experts.adapter import (
 )
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.trace import artifact_identity
-from ds4q.runtime.gates import Neutrality, pair
+from ds4q.runtime.gates import Neutrality, neutrality, pair
+from ds4q.runtime.gates.neutrality import fast_layers
 from ds4q.runtime.gates.pair import Model, Surroundings
 from tests.checks import check_refused
-from tests.runtime.gates.tiny import Measure
+from tests.quantize.builders import FLASH
+from tests.runtime import artifacts
+from tests.runtime.gates.tiny import TINY, Measure, write
 
 VOCAB, LAYERS, EXPERTS = 512, 4, 16
 LENGTHS = [1, 7, 63, 64, 65, 300]
@@ -36,7 +41,7 @@ Spoil = Callable[["Fake", Logits, npt.NDArray[np.int64], int], Logits]
 
 
 @dataclass
-class Sequence:
+class Fed:
     """Ids fed so far, and a running number made of them."""
 
     position: int = 0
@@ -55,12 +60,10 @@ class Fake:
     ahead: int = 7  # guesses that were read
     fed: list[list[int]] = field(default_factory=list)
 
-    def new_state(self) -> Sequence:
-        return Sequence()
+    def new_state(self) -> Fed:
+        return Fed()
 
-    def forward(
-        self, state: Sequence, ids: npt.NDArray[np.int64], logits: str, *, trace: Any
-    ) -> Logits:
+    def forward(self, state: Fed, ids: npt.NDArray[np.int64], logits: str, *, trace: Any) -> Logits:
         assert logits == "all"
         self.fed.append(list(map(int, ids)))
         rows = []
@@ -106,9 +109,13 @@ class Bench:
     def run(self, gate: Neutrality, spoil: Spoil = honest, **where: Any) -> Any:
         @contextlib.contextmanager
         def running(
-            model: Model, where: Surroundings, cache: CacheOptions | None, layers: int | None
+            model: Model,
+            where: Surroundings,
+            cache: CacheOptions | None,
+            layers: Sequence[int] | None,
         ) -> Iterator[Fake]:
-            engine = Fake(cache, spoil, self.touched, layers or LAYERS, self.fewer, self.ahead)
+            count = LAYERS if layers is None else len(layers)
+            engine = Fake(cache, spoil, self.touched, count, self.fewer, self.ahead)
             self.engines.append(engine)
             yield engine
 
@@ -180,7 +187,69 @@ def test_policies_prefetch_size_and_layers_reach_the_arms(bench: Bench, tmp_path
     assert {engine.layers for engine in bench.engines} == {3}
     assert check.figures["arms"]["thrashes, prefetch"]["prefetched"] == 7
     assert (check.figures["layers"], check.figures["fast"]) == (3, True)
-    assert "fast: only layers 0 to 2 ran" in check.notes
+    assert check.figures["layer_kinds"] == {
+        "0": ["hash-routed", "no compression"],
+        "1": ["learned routing", "compress ratio 4"],
+        "2": ["learned routing", "compress ratio 128"],
+    }
+    assert check.notes == [
+        "fast: only 3 of 4 layers ran, one of each kind: layer 0: hash-routed, no compression; "
+        "layer 1: learned routing, compress ratio 4; layer 2: learned routing, compress ratio 128"
+    ]
+
+
+def test_fast_takes_a_learned_layer_of_flash_and_each_compress_ratio() -> None:
+    """Layers 0 to 2 of Flash are all hash-routed: they would never run a learned router."""
+    config = parse_config(FLASH)
+    assert fast_layers(config) == {
+        0: ["hash-routed", "no compression"],
+        2: ["hash-routed", "compress ratio 4"],
+        3: ["learned routing", "compress ratio 128"],
+    }
+    short = config.shortened((0, 2, 3))
+    assert (short.num_hidden_layers, short.num_hash_layers) == (3, 2)
+    assert short.compress_ratios == (0, 4, 128)
+    assert [short.number(layer) for layer in range(3)] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("layers", [(), (2, 0), (1, 1), (0, 4), (-1,)])
+def test_layers_that_are_not_ascending_numbers_are_refused(
+    layers: tuple[int, ...], lossless: Path
+) -> None:
+    config = Model.read(lossless).config
+    check_refused(RunError, lambda: config.shortened(layers), says=["layers to run", "0 to 3"])
+
+
+@pytest.mark.parametrize("cache", [None, CacheOptions(slots=4)])
+def test_chosen_layers_run_as_a_model_of_these_layers(
+    cache: CacheOptions | None, tmp_path: Path, lossless: Path
+) -> None:
+    """The same bits as an artifact whose layers 1 and 2 are the chosen ones under new numbers."""
+    tensors = artifacts.pack(TINY)
+    renamed = {
+        name.replace("layers.2.", "layers.1.").replace("layers.3.", "layers.2."): packed
+        for name, packed in tensors.items()
+        if not name.startswith("layers.1.")
+    }
+    config = {"num_hidden_layers": 3, "compress_ratios": [0, 128, 4]}
+    other = write(tmp_path / "x.hfq", renamed, config, {}, {})
+    wanted, found = [
+        Engine.load(path, threads=1, cache=cache, layers=layers)
+        for path, layers in ((other, None), (lossless, (0, 2, 3)))
+    ]
+    ids = np.arange(70) * 5
+    with wanted, found:
+        pair = [engine.forward(engine.new_state(), ids, "all") for engine in (wanted, found)]
+    assert (pair[0].view(np.uint32) == pair[1].view(np.uint32)).all()
+
+
+def test_a_difference_in_a_chosen_layer_names_its_number(bench: Bench) -> None:
+    def spoil(engine: Fake, logits: Logits, ids: npt.NDArray[np.int64], position: int) -> Logits:
+        return -logits if thrashing(engine) else logits
+
+    bench.patch.setattr(neutrality, "fast_layers", lambda config: {0: ["a"], 1: ["b"], 3: ["c"]})
+    failures = bench.run(Neutrality(tokens=1, fast=True), spoil).failures
+    assert {failure.layer for failure in failures} == {3}, "the third of those that ran"
 
 
 def test_on_a_device_nothing_is_traced_and_all_experts_fit(bench: Bench) -> None:
