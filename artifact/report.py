@@ -75,12 +75,20 @@ class Check:
     failures: list[Failure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     count: int = 0
+    undecided: bool = False  # its failures only say that no verdict was possible
     path: str | None = None  # of the artifact: errors about other files name theirs
 
     @property
     def ok(self) -> bool:
         """Whether no failure was added."""
         return self.count == 0
+
+    @property
+    def result(self) -> str:
+        """``ok``, ``UNDECIDED``, or ``FAILED`` with the number of failures, for people."""
+        if self.undecided:
+            return "UNDECIDED"
+        return "ok" if self.ok else f"FAILED ({self.count:,})"
 
     def fail(self, failure: Failure) -> None:
         """Count ``failure``; the first ``MAX_LISTED`` are kept."""
@@ -126,6 +134,13 @@ class Report:
     def ok(self) -> bool:
         """Whether every check is ok."""
         return all(check.ok for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        """``ok``, ``FAILED``, or ``UNDECIDED`` where that is all that is not ok."""
+        if self.ok:
+            return "ok"
+        return "UNDECIDED" if all(c.ok or c.undecided for c in self.checks) else "FAILED"
 
     @contextmanager
     def check(self, name: str) -> Iterator[Check]:
@@ -181,7 +196,7 @@ class Report:
         return [
             (
                 check.name,
-                "ok" if check.ok else f"FAILED ({check.count:,})",
+                check.result,
                 f"{check.seconds:.2f}",
                 ", ".join(
                     f"{key} {_short(value)}"

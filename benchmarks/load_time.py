@@ -34,9 +34,10 @@ from benchmarks import flash_model
 from benchmarks.harness import ROOT, Recorder, Times
 from ds4q.artifact.hfq import Reader
 from ds4q.runtime.engine import checked_config
-from ds4q.runtime.gates.load_time import LANES, Front, plain_read, read_twice
+from ds4q.runtime.gates.load_time import Front, read_twice
 from ds4q.runtime.gates.loading import Load, measure
 from ds4q.runtime.gates.pagecache import drop
+from ds4q.runtime.gates.yardstick import LANES, plain_read
 
 BEFORE = "0f5bc11"  # the last commit without a catalogue of experts
 RUNS = 7

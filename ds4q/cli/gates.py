@@ -130,7 +130,8 @@ _OPTIONS = [
     click.option(
         "--fast",
         is_flag=True,
-        help="Let neutrality run the first 3 paged layers only; the report says so.",
+        help="Let neutrality run one layer of each kind only: hash-routed, learned routing, each "
+        "compress ratio; the report says which.",
     ),
     click.option(
         "--cache-profile",
@@ -143,20 +144,23 @@ _OPTIONS = [
         "--baseline",
         type=click.Path(path_type=Path),
         metavar="FILE.json",
-        help="Compare load times, as ratios to a plain read in the same run, with these.",
+        help="Fail where loads are slower than in this file of --write-baseline, each paired with a "
+        "plain read of the same bytes; undecided where the machine is too noisy. Also compare the "
+        "token ids that continue two fixed prompts.",
     ),
     click.option(
         "--write-baseline",
         type=click.Path(path_type=Path),
         metavar="FILE.json",
-        help="Keep the ratios of load-time, if it passes, for --baseline.",
+        help="Keep the times of load-time, if it passes, and the token ids of two fixed prompts, "
+        "for --baseline.",
     ),
     click.option(
         "--max-ratio",
         type=click.FloatRange(min=0, min_open=True),
         callback=_number,
         metavar="X",
-        show_default="1.25 with --baseline, else not judged",
+        show_default="1.10 with --baseline, else not judged",
         help="Fail where a load takes X times the baseline's, or of a plain read without one.",
     ),
     click.option(
@@ -172,7 +176,8 @@ _OPTIONS = [
         type=click.IntRange(min=1),
         metavar="N",
         show_default="7",
-        help="Loads of each kind that load-time compares.",
+        help="Loads of each kind in load-time; 7 or more with --baseline, --write-baseline or "
+        "--max-ratio, and twice as many where a verdict needs them.",
     ),
 ]
 
@@ -209,7 +214,11 @@ def gates_of(*, names: Sequence[str], **options: Any) -> list[Gate]:
         common.claim_report(given["write_baseline"], "--write-baseline", b"load-time baseline")
 
     from ds4q.runtime.gates import Divergence, Fidelity, LoadTime, Neutrality
+    from ds4q.runtime.gates.baseline import LEAST_PAIRS
 
+    judged = [name for name in ("baseline", "write_baseline", "max_ratio") if name in given]
+    if judged and given.get("runs", LEAST_PAIRS) < LEAST_PAIRS:
+        raise click.UsageError(f"{_word(judged[0])} needs --runs {LEAST_PAIRS} or more")
     kinds: dict[str, Callable[..., Gate]] = {
         "divergence": Divergence,
         "fidelity": Fidelity,

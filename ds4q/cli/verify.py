@@ -122,7 +122,8 @@ def command(
     these: each is checked, and entries are held to the files beside them.
     ds4q verify models/ --junit report.xml
 
-    Exit status 0: every check passed; 1: at least one failed.
+    Exit status 0: every check passed; 1: at least one failed or is undecided (load-time on a
+    machine that is too noisy).
     """
     if source is None and (imatrix is not None or errors_only):
         raise click.UsageError("--imatrix and --errors-only belong to --source")
@@ -239,4 +240,4 @@ def _print(report: Report, prefix: str) -> None:
         common.say(prefix + line)
     size = report.artifact.get("bytes")
     about = f" ({size:,} bytes)" if size is not None else ""
-    common.line(f"{report.artifact['path']}{about}: {'ok' if report.ok else 'FAILED'}")
+    common.line(f"{report.artifact['path']}{about}: {report.verdict}")

@@ -1,56 +1,60 @@
-"""Owns the load-time gate: what loading an artifact costs, with paging of experts and without it.
+"""The load-time gate: what loading an artifact reads and costs, with and without paging of experts.
 
 An artifact is loaded with all experts in memory, with a cache that holds them all, and with a small
 one; each load in a process of its own (``loading.py``), the file driven out of the page cache
-before it, all of them in turn, since disks and neighbours drift. Beside each, a plain parallel read
-of the same bytes tells what the disk can. What a load reads is counted and has to be right to the
-byte; seconds are judged where reading takes long enough to be told from starting.
+before it, the kinds in turn. What a load reads is counted and has to be right to the byte. Seconds
+are judged as ratios: each load is paired with a plain read of the same bytes and with fixed work
+of the processor (``yardstick.py``). Against a baseline (``baseline.py``) the verdict is pass, fail
+or undecided.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
-import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.hfq import Reader, pread_all
+from ds4q.artifact.hfq import Reader
+from ds4q.artifact.receipt import find_receipt
 from ds4q.artifact.report import Check, Failure
 from ds4q.runtime.errors import GateError
 from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.profile import read_profile
 from ds4q.runtime.experts.trace import artifact_identity
 from ds4q.runtime.gates import loading
-from ds4q.runtime.gates.loading import I64, Load
-from ds4q.runtime.gates.pagecache import drop
+from ds4q.runtime.gates.baseline import (
+    ARMS,
+    LEAST_PAIRS,
+    Baseline,
+    Kept,
+    encoded_prompts,
+    write,
+)
+from ds4q.runtime.gates.loading import I64
 from ds4q.runtime.gates.pair import Measurement, Model, Surroundings
-from ds4q.runtime.gates.prompts import read_small
+from ds4q.runtime.gates.pairs import Arm, Bench
+from ds4q.runtime.gates.quotient import centre, outcome, slowdown
 from ds4q.runtime.source import Tensors
 
-RUNS = 7
-MAX_RATIO = 1.25
+RUNS = LEAST_PAIRS
+MAX_RATIO = 1.10
 TIMEOUT_S = 120.0
 PAGED_RATIO = 1.2  # of a paged load to a plain read of what it reads
 SAME_RATIO = 1.05  # of a load with a cache that holds everything to one without a cache
 JUDGED_S = 1.0  # reading takes less: starting decides, which no ratio to a read can judge
-START_S = 60.0  # a process that is given no time to start would tell nothing
-LANES = 4
-PIECE_BYTES = 16 << 20
 PAGE_BYTES = 4096
+ALPHA = 0.02  # chance of each wrong verdict, over all arms and looks of one run
+LOOKS = 2  # after the runs that were asked for, and after twice as many
+LEAST_SHARE = 0.9  # of the processors; with less, a slow load may be the neighbours' fault
+NOISY = "undecided: the machine is too noisy"
 Mask = npt.NDArray[np.bool_]
-FORMAT = "ds4q load-time baseline 1"
-MAX_BASELINE_BYTES = 1 << 20
 
 _EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.w[123]\.weight")
 
@@ -103,59 +107,19 @@ class Front:
         return found
 
 
-@dataclass(slots=True)
-class Arm:
-    """The loads of one kind, and the plain reads of what they read."""
-
-    name: str
-    cache: dict[str, Any] | None
-    loads: list[Load] = field(default_factory=list)
-    plain_s: list[float] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """Median of the loads."""
-        return statistics.median(load.seconds for load in self.loads)
-
-    @property
-    def ratio(self) -> float:
-        """Median of load over plain read, of the same turn."""
-        pairs = zip(self.loads, self.plain_s, strict=True)
-        return statistics.median(load.seconds / plain for load, plain in pairs)
-
-    @property
-    def reads(self) -> I64:
-        """Of the first load: the others have to equal it."""
-        return self.loads[0].reads
-
-    def figures(self) -> dict[str, Any]:
-        """Seconds, and what was read."""
-        return {
-            "ratio": self.ratio,
-            "seconds": self.seconds,
-            "seconds_min": min(load.seconds for load in self.loads),
-            "seconds_max": max(load.seconds for load in self.loads),
-            "plain_s": statistics.median(self.plain_s),
-            "first_token_s": statistics.median(load.first_token_s for load in self.loads),
-            "reads": len(self.reads),
-            "bytes": int(self.reads[:, 1].sum()),
-        }
-
-
 @dataclass(frozen=True, slots=True)
 class LoadTime:
-    """The gate ``load-time``: passes if loads read what they must, and as fast as the disk can.
+    """The gate ``load-time``: passes if loads read what they must, and are not slower than before.
 
     Attributes
     ----------
     cache : bytes of the small cache; None takes the smallest, top-k slots a layer
     profile : warm-start profile of the small cache: its experts may be read while loading
-    baseline : JSON of an earlier ``write_baseline``; ratios may exceed its own ``max_ratio`` times
-    write_baseline : where to keep the ratios of this run, if it passes
-    max_ratio : times the ratio of the baseline, 1.25 if None; without a baseline, times the plain
-        read, and not judged if None
+    baseline : JSON of an earlier ``write_baseline``; loads may be ``max_ratio`` times as slow
+    write_baseline : where to keep times and token ids of this run, if it passes
+    max_ratio : 1.10 if None; without a baseline, of a load to its plain read, not judged if None
     timeout_s : most seconds of a load, where the disk can read the file in that time
-    runs : loads of each kind
+    runs : pairs of each kind; twice as many for a new baseline, or where a verdict needs them
     """
 
     name: ClassVar[str] = "load-time"
@@ -169,51 +133,79 @@ class LoadTime:
 
     def prepare(self, path: str | os.PathLike[str], where: Surroundings) -> Measurement:
         """What loads the artifact ``path`` again and again; see ``Gate``."""
+        if self._judges and self.runs < LEAST_PAIRS:
+            raise GateError(
+                "too few loads for a verdict on their time",
+                expected=f"--runs {LEAST_PAIRS} or more",
+                found=self.runs,
+                remedy="leave out --runs",
+            )
         model = Model.read(path)
         front = Front.read(path)
         warm = self._warm(model, front)
-        limits = None
+        state: dict[str, Any] = {"artifact": front.identity, "sha256": _sha256(path)}
+        state |= {"device": where.device, "threads": where.threads}
+        baseline = None
         if self.baseline is not None:
-            limits = _baseline(self.baseline)
-            self._check_same(limits, {"artifact": front.identity, "device": where.device})
+            baseline = Baseline.read(self.baseline)
+            baseline.check_state(state)
         caches = self._caches(model)
         model.check_cache(loading.options_of(caches["paged"]), where)
         model.check_cache(loading.options_of(caches["all"]), where, holds_all=True)
-        return partial(self._run, model, front, warm, limits, caches, where)
+        return partial(self._run, model, front, warm, baseline, state, caches, where)
+
+    @property
+    def _judges(self) -> bool:
+        given = self.baseline, self.write_baseline, self.max_ratio
+        return any(each is not None for each in given)
 
     def _run(
         self,
         model: Model,
         front: Front,
         warm: Sequence[Sequence[int]],
-        limits: dict[str, Any] | None,
+        baseline: Baseline | None,
+        state: dict[str, Any],
         caches: Mapping[str, dict[str, Any]],
         where: Surroundings,
         check: Check,
     ) -> None:
-        arms = [Arm(name, caches.get(name)) for name in ("off", "all", "paged")]
-        cold = self._measure(arms, model.path, where)
+        arms = [Arm(name, caches.get(name)) for name in ARMS]
+        prompts = {}
+        if baseline is not None or self.write_baseline is not None:
+            config = model.config
+            positions = config.max_position_embeddings
+            prompts = encoded_prompts(model.tokenizer, config.vocab_size, positions)
+        bench = Bench(model.path, where, self.timeout_s)
+        ids = bench.first(arms, prompts)
+        bench.pairs(arms, self.runs if self.write_baseline is None else LOOKS * self.runs)
+        judge_reads(check, front, arms, warm)
+        self._judge_outcomes(bench, arms, baseline)
         off = arms[0].figures()
         told = {arm.name: arm.figures() for arm in arms}
         for arm in arms:
             told[arm.name]["reads_of_experts"] = int(front.of_experts(arm.reads).sum())
         check.figures |= {name: off[name] for name in ("ratio", "seconds", "bytes")}
-        check.figures |= {"runs": self.runs, "cold": cold, "device": where.device, "arms": told}
-        if not cold:
+        check.figures |= {"runs": self.runs, "cold": bench.cold, "device": where.device}
+        check.figures["arms"] = told
+        if not bench.cold:
             check.notes.append(
                 "the file stayed in the page cache (in use, or in memory only): loads were warm"
             )
-        judge_reads(check, front, arms, warm)
-        self._judge_seconds(check, arms, cold)
-        state = {"artifact": front.identity, "device": where.device, "cold": cold}
-        if limits is not None:
-            self._check_same(limits, {"cold": cold})
-            self._judge_baseline(check, limits, told)
-        elif self.max_ratio is not None:
-            for arm in arms:
-                _at_most(check, f"{arm.name}: load over plain read", self.max_ratio, arm.ratio)
+        state = state | {"cold": bench.cold}
+        if baseline is not None:
+            baseline.check_state(state)
+            _judge_counts(check, baseline, told)
+            baseline.check_ids(check, ids)
+        self._judge_seconds(check, arms, bench.cold)
+        self._report_outcomes(check, arms, baseline)
         if self.write_baseline is not None:
-            _write(Path(self.write_baseline), check, state, told)
+            kept = {arm.name: Kept(arm.series, len(arm.reads), _bytes(arm.reads)) for arm in arms}
+            if check.ok:
+                write(self.write_baseline, state, kept, ids)
+                _note_share(check, arms, "verdicts by this baseline may be undecided")
+            else:
+                check.notes.append(f"{self.write_baseline} was not written: the gate did not pass")
 
     def _caches(self, model: Model) -> dict[str, dict[str, Any]]:
         """Options of the cache of each arm that has one."""
@@ -236,86 +228,78 @@ class LoadTime:
         layers, experts = config.num_hidden_layers, config.n_routed_experts
         return read_profile(self.profile, front.identity, layers, experts).experts
 
-    def _measure(self, arms: Sequence[Arm], path: Path, where: Surroundings) -> bool:
-        """Load in turn, ``runs`` times; whether the file was never in the page cache before."""
-        cold = drop(path)
-        whole = np.array([[0, path.stat().st_size, 0]], np.int64)
-        limit_s = START_S + max(2 * self.timeout_s, 10 * plain_read(path, whole))
-        with where.progress("load-time", self.runs * len(arms), unit="loads") as advance:
-            for _ in range(self.runs):
-                for arm in arms:
-                    cold &= drop(path)
-                    load = loading.measure(
-                        path,
-                        threads=where.threads,
-                        device=where.device,
-                        cache=arm.cache,
-                        limit_s=limit_s,
-                    )
-                    arm.loads.append(load)
-                    cold &= drop(path)
-                    arm.plain_s.append(plain_read(path, load.reads))
-                    advance(1)
-        return cold
+    def _judge_outcomes(self, bench: Bench, arms: Sequence[Arm], baseline: Baseline | None) -> None:
+        """Judge every arm; load those that are undecided as often again, and judge them once more.
+
+        Looking twice, at several arms, gives noise several chances, so each look takes its part
+        of ``ALPHA``.
+        """
+        if baseline is None and self.max_ratio is None:
+            return
+        limit = MAX_RATIO if self.max_ratio is None else self.max_ratio
+        alpha = ALPHA / LOOKS / len(arms)
+        for look in range(LOOKS):
+            undecided = [arm for arm in arms if arm.outcome in (None, "undecided")]
+            if look and undecided:
+                bench.pairs(undecided, self.runs)
+            for arm in undecided:
+                if baseline is not None:
+                    before = baseline.arms[arm.name].series
+                    arm.intervals, arm.outcome = slowdown(arm.series, before, limit, alpha)
+                else:
+                    arm.intervals = {"read": centre(arm.ratios, alpha)}
+                    arm.outcome = outcome(arm.intervals.values(), limit)
+                    if arm.outcome == "fail" and arm.share < LEAST_SHARE:
+                        arm.outcome = "undecided"
+
+    def _report_outcomes(
+        self, check: Check, arms: Sequence[Arm], baseline: Baseline | None
+    ) -> None:
+        """Failures of slow and of undecided arms; the outcome of the gate."""
+        limit = MAX_RATIO if self.max_ratio is None else self.max_ratio
+        what = "the plain read" if baseline is None else "the baseline"
+        for arm in arms:
+            if arm.outcome in (None, "pass"):
+                continue
+            low = min(each.low for each in arm.intervals.values())
+            high = max(each.high for each in arm.intervals.values())
+            said = f"{arm.name}: load time to that of {what}, in pairs with a plain read"
+            if arm.outcome == "undecided":
+                said = f"{NOISY}: {said}; run it again when less else is running"
+            found = f"{low:.3g} to {high:.3g} in {len(arm.load_s)} pairs"
+            check.fail(Failure(said, expected=f"at most {limit:.4g}", found=found))
+        outcomes = {arm.outcome for arm in arms}
+        if outcomes != {None}:
+            undecided = sum(arm.outcome == "undecided" for arm in arms)
+            check.undecided = undecided == check.count > 0
+            check.figures["outcome"] = (
+                "pass" if check.ok else "undecided" if check.undecided else "fail"
+            )
+            _note_share(check, arms, "their load may have decided how long loads took")
 
     def _judge_seconds(self, check: Check, arms: Sequence[Arm], cold: bool) -> None:
+        """What the loads of this run say without a baseline; red only beyond doubt."""
         off, everything, paged = arms
         for arm in arms:
-            plain, slowest = statistics.median(arm.plain_s), max(_seconds(arm))
-            if slowest > self.timeout_s and plain > self.timeout_s:
+            plain = statistics.median(arm.read_s)
+            if arm.seconds > self.timeout_s and plain > self.timeout_s:
                 check.notes.append(
                     f"{arm.name}: the disk cannot do it in {self.timeout_s:g} s: a plain read of "
                     f"the same bytes takes {plain:.1f} s"
                 )
-            elif slowest > self.timeout_s:
-                _at_most(check, f"{arm.name}: seconds of a load", self.timeout_s, slowest)
+            elif arm.seconds > self.timeout_s:
+                _at_most(check, f"{arm.name}: seconds of a load", self.timeout_s, arm.seconds)
         if _judged(check, everything, "to those without a cache", cold):
-            limit = max(SAME_RATIO * off.seconds, *_seconds(off))
-            said = "all: median seconds, 1.05 times those without a cache or their slowest"
-            _at_most(check, said, limit, everything.seconds)
+            pairs = zip(everything.load_s, off.load_s, strict=False)
+            found = centre([a / b for a, b in pairs], ALPHA)
+            _at_most(check, "all: seconds to those without a cache", SAME_RATIO, found.low)
         if _judged(check, paged, "to a plain read", cold):
-            _at_most(check, "paged: load over plain read", PAGED_RATIO, paged.ratio)
-
-    def _check_same(self, limits: dict[str, Any], state: dict[str, Any]) -> None:
-        """Refuse a baseline that was measured in another state."""
-        for key, value in state.items():
-            if limits.get(key) != value:
-                raise GateError(
-                    f"the baseline is of another {key}",
-                    path=self.baseline,
-                    expected=value,
-                    found=limits.get(key),
-                    remedy="write one for this artifact with --write-baseline",
-                )
-
-    def _judge_baseline(self, check: Check, limits: dict[str, Any], told: dict[str, Any]) -> None:
-        largest = MAX_RATIO if self.max_ratio is None else self.max_ratio
-        for name, before in limits["arms"].items():
-            now = told[name]
-            said = f"{name}: load over plain read, {largest:g} times the baseline's"
-            _at_most(check, said, largest * before["ratio"], now["ratio"])
-            for count in ("reads", "bytes"):
-                if now[count] != before[count]:
-                    check.fail(
-                        Failure(
-                            f"{name}: {count} of a load are not the baseline's",
-                            expected=before[count],
-                            found=now[count],
-                        )
-                    )
-
-
-def _write(path: Path, check: Check, state: dict[str, Any], told: dict[str, Any]) -> None:
-    """Keep the ratios, unless they are those of a run that failed."""
-    if not check.ok:
-        check.notes.append(f"{path} was not written: the gate failed")
-        return
-    kept = {
-        name: {key: figures[key] for key in ("ratio", "reads", "bytes")}
-        for name, figures in told.items()
-    }
-    text = json.dumps({"format": FORMAT} | state | {"arms": kept}, indent=2) + "\n"
-    path.write_text(text, encoding="utf-8")
+            found = centre(paged.ratios, ALPHA)
+            if paged.share >= LEAST_SHARE:
+                _at_most(check, "paged: load over plain read", PAGED_RATIO, found.low)
+            elif found.low > PAGED_RATIO:
+                check.notes.append("paged: load over plain read was not judged: see below")
+                _note_share(check, [paged], "their load may have decided how long loads took")
 
 
 def judge_reads(
@@ -359,69 +343,33 @@ def read_twice(reads: I64) -> int:
     return int(again.clip(0).sum())
 
 
-def plain_read(path: str | os.PathLike[str], reads: I64) -> float:
-    """Seconds in which the bytes of ``reads`` [N, 3] come from the disk, neighbours in one piece.
-
-    By as many threads as a load has, each into one buffer of its own.
-    """
-    pieces = [
-        (begin, min(PIECE_BYTES, end - begin))
-        for start, stop in _merged(reads)
-        for begin, end in ((at, stop) for at in range(start, stop, PIECE_BYTES))
-    ]
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    held = threading.local()
-
-    def read(piece: tuple[int, int]) -> None:
-        if not hasattr(held, "buffer"):
-            held.buffer = np.empty(PIECE_BYTES, np.uint8)
-        pread_all(fd, held.buffer[: piece[1]], piece[0], path=path)
-
-    try:
-        with ThreadPoolExecutor(LANES, "ds4q-plain") as pool:
-            start_s = time.perf_counter()
-            for _ in pool.map(read, pieces):
-                pass
-            return time.perf_counter() - start_s
-    finally:
-        os.close(fd)
+def _sha256(path: str | os.PathLike[str]) -> str | None:
+    """Of the artifact, as its receipt says it; None without a receipt."""
+    with Reader(path) as reader:
+        found = find_receipt(reader)
+    return None if found is None else found[1].sha256
 
 
-def _merged(reads: I64) -> list[tuple[int, int]]:
-    """Begin and end of the stretches of the file that ``reads`` [N, 3] cover."""
-    merged: list[tuple[int, int]] = []
-    for offset, nbytes, _ in sorted(reads.tolist()):
-        if merged and offset <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], offset + nbytes)
-        else:
-            merged.append((offset, offset + nbytes))
-    return merged
+def _judge_counts(check: Check, baseline: Baseline, told: Mapping[str, Any]) -> None:
+    for name, before in baseline.arms.items():
+        for count, wanted in (("reads", before.reads), ("bytes", before.bytes)):
+            if told[name][count] != wanted:
+                said = f"{name}: {count} of a load are not the baseline's"
+                check.fail(Failure(said, expected=wanted, found=told[name][count]))
 
 
-def _baseline(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What ``write_baseline`` wrote."""
-    try:
-        found = json.loads(read_small(path, MAX_BASELINE_BYTES))
-        arms = {
-            str(name): {
-                "ratio": float(a["ratio"]),
-                "reads": int(a["reads"]),
-                "bytes": int(a["bytes"]),
-            }
-            for name, a in found["arms"].items()
-        }
-        if found["format"] == FORMAT and set(arms) == {"off", "all", "paged"}:
-            return {**found, "arms": arms}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-        pass
-    raise GateError(
-        "not a baseline of load times", path=path, remedy="write one with --write-baseline FILE"
-    )
+def _note_share(check: Check, arms: Sequence[Arm], so: str) -> None:
+    share = min(arm.share for arm in arms)
+    if share < LEAST_SHARE:
+        check.notes.append(
+            f"other processes, or a limit of this one, took {1 - share:.0%} of the processors "
+            f"meanwhile: {so}"
+        )
 
 
 def _judged(check: Check, arm: Arm, against: str, cold: bool) -> bool:
     """Whether the disk decides how long a load takes; says so where it does not."""
-    plain = statistics.median(arm.plain_s)
+    plain = statistics.median(arm.read_s)
     if cold and plain >= JUDGED_S:
         return True
     check.notes.append(
@@ -433,10 +381,6 @@ def _judged(check: Check, arm: Arm, against: str, cold: bool) -> bool:
 
 def _bytes(reads: I64) -> int:
     return int(reads[:, 1].sum())
-
-
-def _seconds(arm: Arm) -> list[float]:
-    return [load.seconds for load in arm.loads]
 
 
 def _at_most(check: Check, said: str, limit: float, found: float) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +42,7 @@ class Load(NamedTuple):
     reads : [N, 3] offset, bytes and whether past the page cache, of each read of the load
     later : the same, of the first token
     paged : what the pager counted; None where all experts are in memory
+    ids : the token ids that continue each prompt, where any was given
     """
 
     seconds: float
@@ -50,6 +51,7 @@ class Load(NamedTuple):
     reads: I64
     later: I64
     paged: dict[str, Any] | None
+    ids: list[list[int]]
 
 
 class Reads:
@@ -98,6 +100,8 @@ def measure(
     cache: Mapping[str, Any] | None = None,
     tree: str | os.PathLike[str] | None = None,
     limit_s: float | None = None,
+    prompts: Sequence[Sequence[int]] = (),
+    new_tokens: int = 0,
 ) -> Load:
     """Load an artifact in a new Python process, and ask it for one token.
 
@@ -106,6 +110,7 @@ def measure(
     cache : options of ``CacheOptions``; None keeps all experts in memory
     tree : root of another version of this package, to measure that
     limit_s : a process that takes longer is ended
+    prompts : continued after all else, each by ``new_tokens`` ids, greedily and past ends of text
 
     Raises
     ------
@@ -114,6 +119,7 @@ def measure(
     places = sys.path if tree is None else [os.fspath(tree)]
     search = os.pathsep.join(os.path.abspath(place) for place in places)
     asked = {"path": os.fspath(path), "threads": threads, "device": device, "cache": cache}
+    asked |= {"prompts": prompts, "new_tokens": new_tokens}
     # By its own path: an older version has no such module. -P keeps its folder out of the search.
     command = [sys.executable, "-P", os.path.abspath(__file__)]
     try:
@@ -142,7 +148,7 @@ def measure(
     found = json.loads(done.stdout)
     reads, later = (np.array(found[name], np.int64).reshape(-1, 3) for name in ("reads", "later"))
     seconds, cpu_s, first_token_s = (found[n] for n in ("seconds", "cpu_s", "first_token_s"))
-    return Load(seconds, cpu_s, first_token_s, reads, later, found["paged"])
+    return Load(seconds, cpu_s, first_token_s, reads, later, found["paged"], found["ids"])
 
 
 def options_of(cache: Mapping[str, Any]) -> CacheOptions:
@@ -176,12 +182,23 @@ def main() -> None:
         engine.forward(engine.new_state(), [TOKEN])
         first = time.perf_counter()
         paged = engine.cache_counters() if asked["cache"] is not None else None
+        later = reads.take()
+        ids = [_continued(engine, prompt, asked["new_tokens"]) for prompt in asked["prompts"]]
         if asked["cache"] is not None or asked["device"] == "hip":
             engine.close()
     except (Ds4qError, OSError, MemoryError) as error:
         sys.exit(str(error))
     times = {"seconds": loaded - start, "cpu_s": used - cpu, "first_token_s": first - start}
-    print(json.dumps(times | {"paged": paged, "reads": of_load, "later": reads.take()}))
+    print(json.dumps(times | {"paged": paged, "reads": of_load, "later": later, "ids": ids}))
+
+
+def _continued(engine: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """The ``count`` ids that follow ``prompt``, the most likely one each time."""
+    state, found, fed = engine.new_state(), [], list(prompt)
+    for _ in range(count):
+        fed = [int(engine.forward(state, fed)[-1].argmax())]
+        found += fed
+    return found
 
 
 if __name__ == "__main__":

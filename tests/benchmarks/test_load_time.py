@@ -25,7 +25,7 @@ def sides(tiny_artifact: Path, tmp_path: Path) -> Sides:
         paged = name == "the smallest cache"
         kept = [entry for entry in entries if not paged or ".experts." not in entry.name]
         reads = np.array([(entry.offset, entry.nbytes, 0) for entry in kept], np.int64)
-        load = Load(4.4 if paged else 10.0, 1, 20.0, reads, reads[:0], {} if paged else None)
+        load = Load(4.4 if paged else 10.0, 1, 20.0, reads, reads[:0], {} if paged else None, [])
         found.loads[name] = [load, load]
         found.plain_s[name] = [4.0, 4.0]
     return found

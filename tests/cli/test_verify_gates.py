@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from ds4q import api
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.cli import gates, main
-from ds4q.runtime.gates import Divergence, divergence, fidelity, load_time, loading
+from ds4q.runtime.gates import Divergence, divergence, fidelity, loading, pagecache, yardstick
 from ds4q.runtime.gates.forced import I64, Call, Engine
 from tests.quantize import models
 from tests.quantize.builders import TINY
@@ -120,19 +120,57 @@ def test_neutrality_is_a_check_of_the_report(random_artifact: Path, tmp_path: Pa
     figures = checks_of(result)["neutrality"]["figures"]
     assert (figures["equal"], figures["of"], figures["layers"]) == (18, 18, 3)
     assert list(figures["arms"]) == ["fits", "thrashes (lru)", "thrashes (lfu)"]
-    assert figures["notes"] == ["fast: only layers 0 to 2 ran"]
+    assert list(figures["layer_kinds"]) == ["0", "1", "2"]
+    (note,) = figures["notes"]
+    assert note.startswith("fast: only 3 of 6 layers ran, one of each kind: ")
 
 
-def test_load_time_is_a_check_of_the_report(random_artifact: Path, tmp_path: Path) -> None:
-    baseline = tmp_path / "b.json"
+def test_load_time_is_a_check_of_the_report(random_artifact: Path) -> None:
     words = [random_artifact, "--gate", "load-time", "--runs", "1"]
-    result = verify(*words, "--write-baseline", baseline, "--json")
+    result = verify(*words, "--json")
     assert result.exit_code == 0, result.output
     figures = checks_of(result)["load-time"]["figures"]
     assert (figures["bytes"], figures["runs"]) == (random_artifact.stat().st_size, 1)
     assert figures["ratio"] > 0 < figures["seconds"]
-    kept = json.loads(baseline.read_bytes())["arms"]["off"]
-    assert (kept["ratio"], kept["bytes"]) == (figures["ratio"], figures["bytes"])
+
+
+def test_a_baseline_keeps_ids_and_an_undecided_verdict_has_its_own_word(
+    random_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids come from a real load; the times of all others are made up."""
+    real, first = loading.measure, {}
+    busy = 1.0
+
+    def measure(path: Path, **options: Any) -> loading.Load:
+        key = str(options["cache"])
+        if key not in first or options["prompts"]:
+            first[key] = real(path, **options)
+        return first[key]._replace(seconds=3.0 * busy)
+
+    monkeypatch.setattr(loading, "measure", measure)
+    monkeypatch.setattr(yardstick, "timed_read", lambda path, reads: (2.9, True))
+    monkeypatch.setattr(
+        yardstick, "fixed_work", lambda: yardstick.Work(0.1 * busy, 0.2 * busy, 1 / busy)
+    )
+    monkeypatch.setattr(pagecache, "drop", lambda path: True)
+    baseline, gate = tmp_path / "b.json", [random_artifact, "--gate", "load-time"]
+    result = verify(*gate, "--write-baseline", baseline, "--json")
+    assert result.exit_code == 0, result.output
+    kept = json.loads(baseline.read_bytes())
+    assert (kept["format"], kept["schema_version"]) == ("ds4q load-time baseline", 2)
+    assert {name: len(ids) for name, ids in kept["ids"].items()} == {"benchmark": 32, "free": 32}
+    result = verify(*gate, "--baseline", baseline, "--json")
+    figures = checks_of(result)["load-time"]["figures"]
+    assert (result.exit_code, figures["outcome"], figures["ids"]) == (0, "pass", "compared")
+    busy = 2.0
+    result = verify(*gate, "--baseline", baseline, "--json")
+    check = checks_of(result)["load-time"]
+    assert (result.exit_code, check["ok"]) == (1, False)
+    assert check["figures"]["outcome"] == "undecided"
+    text = verify(*gate, "--baseline", baseline)
+    assert text.exit_code == 1
+    assert text.stdout.splitlines()[-1].endswith(": UNDECIDED")
+    assert "load-time: undecided: the machine is too noisy: off: load time to that" in text.stderr
 
 
 # ---------------------------------------------------------------- faults
@@ -223,13 +261,19 @@ def of_another(random_artifact: Path, tmp_path_factory: pytest.TempPathFactory) 
     ):
         made = CliRunner().invoke(main, list(map(str, words)))
         assert made.exit_code == 0, made.output
-    kept = {name: {"ratio": 1.0, "reads": 1.0, "bytes": 1.0} for name in ("off", "all", "paged")}
-    baseline = {"format": load_time.FORMAT, "artifact": "another", "device": "cpu", "cold": True}
-    (folder / "baseline").write_text(json.dumps(baseline | {"arms": kept}))
+    seconds = {name: [1.0] * 7 for name in ("load_s", "read_s", "one_s", "all_s")}
+    arm = {"series": seconds, "reads": 1, "bytes": 1}
+    kept: dict[str, Any] = {
+        **{"format": "ds4q load-time baseline", "schema_version": 2, "state": {"artifact": "x"}},
+        **{"numerics": 1, "prompts_version": 1, "ids": {"benchmark": [1], "free": [1]}},
+        "arms": {"off": arm, "all": arm, "paged": arm},
+    }
+    (folder / "baseline").write_text(json.dumps(kept))
+    (folder / "old").write_text(json.dumps({"format": "ds4q load-time baseline 1", "arms": {}}))
     (folder / "folder").mkdir()
     (folder / "broken").write_text('{"text": "fine"}\n{"text"')
-    kept["off"]["reads"] = float("inf")
-    (folder / "infinite").write_text(json.dumps(baseline | {"arms": kept}))
+    arm["reads"] = float("inf")
+    (folder / "infinite").write_text(json.dumps(kept))
     with (folder / "large").open("wb") as file:
         file.truncate(1 << 40)  # sparse
     return folder
@@ -252,9 +296,10 @@ REFUSED = [
     ("load-time", "--cache 1GB", "not exercised: the cache holds all 16 experts of every layer"),
     ("load-time", "--baseline gone", GONE),
     ("load-time", "--baseline broken", "not a baseline of load times"),
-    ("load-time", "--baseline infinite", "not a baseline of load times"),
-    ("load-time", "--baseline large", "large: not a baseline of load times"),
-    ("load-time", "--baseline baseline", "the baseline is of another artifact"),
+    ("load-time", "--baseline infinite", "a damaged baseline of load times"),
+    ("load-time", "--baseline old", "a baseline of another version of ds4q"),
+    ("load-time", "--baseline large", "large: file is too long: expected at most 1,048,576 bytes"),
+    ("load-time", "--baseline baseline", "the baseline was measured with another artifact"),
     ("load-time", "--cache-profile folder", "load-time: folder: Is a directory"),
     ("load-time", "--cache-profile broken", "not a warm-start profile"),
     ("load-time", "--cache-profile profile", "profile of another artifact"),
@@ -360,6 +405,7 @@ def watched(path: Path, patch: pytest.MonkeyPatch) -> Callable[[], int]:
         (["--gate", "load-time", "--max-ratio", "0"], "--max-ratio"),
         (["--gate", "load-time", "--timeout", "0"], "--timeout"),
         (["--gate", "load-time", "--runs", "0"], "--runs"),
+        (["--gate", "load-time", "--runs", "6", "--baseline", "b"], "--baseline needs --runs 7 or"),
         (["--gate", "load-time", "--write-baseline", "no/b.json"], "there is no folder 'no'"),
     ],
 )

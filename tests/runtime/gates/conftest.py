@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from ds4q.artifact.report import Check, Report
 from ds4q.artifact.types import Q8F16
-from ds4q.runtime.gates import Gate, Surroundings
+from ds4q.runtime.gates import Gate, LoadTime, Surroundings, loading, pagecache, yardstick
 from tests.runtime import artifacts
+from tests.runtime.gates.loads import Loads, reads_of
 from tests.runtime.gates.tiny import TINY, Made, Measure, write
 
 
@@ -55,3 +57,23 @@ def measure() -> Measure:
         return check
 
     return run
+
+
+@pytest.fixture
+def loads(lossless: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
+    whole = reads_of(lossless)
+    found = Loads(
+        lossless, {"off": whole, "all": whole, "paged": reads_of(lossless, experts=False)}
+    )
+    monkeypatch.setattr(loading, "measure", found.measure)
+    monkeypatch.setattr(yardstick, "timed_read", found.timed_read)
+    monkeypatch.setattr(yardstick, "fixed_work", found.fixed_work)
+    monkeypatch.setattr(yardstick, "plain_read", lambda path, reads: found.plain_s["off"])
+    monkeypatch.setattr(pagecache, "drop", found.drop)
+    return found
+
+
+@pytest.fixture
+def run(loads: Loads, measure: Measure) -> Callable[..., Any]:
+    """Runs the gate over ``loads``."""
+    return lambda **options: measure(LoadTime(**options), loads.path)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,108 +13,32 @@ import pytest
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check
 from ds4q.runtime.experts.profile import Profile
-from ds4q.runtime.gates import LoadTime, load_time, loading
+from ds4q.runtime.gates import load_time, loading, yardstick
 from ds4q.runtime.gates.load_time import Front
-from ds4q.runtime.gates.loading import I64, Load
-from tests.runtime.gates.tiny import Measure
-
-EXPERT_BYTES = 192 * 38912  # 4 layers of 16 experts of three matrices
-
-
-def reads_of(path: Path, *, experts: bool = True) -> list[list[int]]:
-    """One read of the front, and one of each tensor."""
-    with Reader(path) as reader:
-        entries = [e for e in reader.tensors.values() if experts or ".experts." not in e.name]
-        first = min(entry.offset for entry in reader.tensors.values())
-        return [[0, first, 0], *([entry.offset, entry.nbytes, 0] for entry in entries)]
-
-
-@dataclass
-class Loads:
-    """Stands in for the processes: what they read, and how long they and the disk take."""
-
-    path: Path
-    reads: dict[str, list[list[int]]]
-    seconds: dict[str, float] = field(default_factory=lambda: {"off": 3, "all": 3, "paged": 1.15})
-    plain_s: dict[str, float] = field(default_factory=lambda: {"off": 2, "all": 2, "paged": 1})
-    later: dict[str, list[list[int]]] = field(default_factory=dict)
-    paged: dict[str, Any] = field(default_factory=lambda: {"paged": {"slots": 4}})
-    cold: bool = True
-    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    order: list[str] = field(default_factory=list)
-
-    def measure(self, path: Path, **options: Any) -> Load:
-        cache = options["cache"]
-        name = (
-            "off" if cache is None else "all" if cache.get("budget", 0) >= EXPERT_BYTES else "paged"
-        )
-        self.asked.append((name, options))
-        self.order.append(name)
-        return Load(
-            self.seconds[name],
-            self.seconds[name] / 2,
-            self.seconds[name] + 1,
-            as_reads(self.reads[name]),
-            as_reads(self.later.get(name, [])),
-            self.paged.get(name),
-        )
-
-    def plain_read(self, path: Path, reads: I64) -> float:
-        """Of the whole file before the first load, then of what the last load read."""
-        self.order.append("plain")
-        if reads.tolist() == [[0, path.stat().st_size, 0]]:
-            return self.plain_s["off"]
-        name = self.asked[-1][0]
-        assert reads.tolist() == self.reads[name]
-        return self.plain_s[name]
-
-    def drop(self, path: Path) -> bool:
-        self.order.append("drop")
-        return self.cold
-
-
-def as_reads(rows: list[list[int]]) -> I64:
-    return np.array(rows, np.int64).reshape(-1, 3)
-
-
-@pytest.fixture
-def loads(lossless: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
-    whole = reads_of(lossless)
-    found = Loads(
-        lossless, {"off": whole, "all": whole, "paged": reads_of(lossless, experts=False)}
-    )
-    monkeypatch.setattr(loading, "measure", found.measure)
-    monkeypatch.setattr(load_time, "plain_read", found.plain_read)
-    monkeypatch.setattr(load_time, "drop", found.drop)
-    return found
-
-
-@pytest.fixture
-def run(loads: Loads, measure: Measure) -> Callable[..., Any]:
-    """Runs the gate over ``loads``."""
-    return lambda **options: measure(LoadTime(**options), loads.path)
-
-
-def lines(check: Any) -> list[str]:
-    return [failure.line() for failure in check.failures]
-
+from ds4q.runtime.gates.loading import Load
+from ds4q.runtime.gates.pairs import Arm
+from tests.runtime.gates.loads import EXPERT_BYTES, Loads, as_reads, lines, reads_of
 
 # ---------------------------------------------------------------- sound loads
 
 
-def test_each_kind_is_loaded_cold_and_in_turn_beside_a_plain_read(
+def test_each_kind_is_loaded_in_turn_beside_a_plain_read_and_fixed_work(
     loads: Loads, run: Callable[..., Any]
 ) -> None:
     check = run(runs=3)
     assert check.ok, lines(check)
-    turn = [step for arm in ("off", "all", "paged") for step in ("drop", arm, "drop", "plain")]
-    assert loads.order == ["drop", "plain", *turn, *turn, *turn]
+    arms = ("off", "all", "paged")
+    there = [step for arm in arms for step in (arm, "work", "plain")]
+    back = [step for arm in arms for step in ("plain", "work", arm)]
+    assert loads.order == [*arms, *there, *back, *there]
     caches = {name: options["cache"] for name, options in loads.asked}
     assert caches == {"off": None, "all": {"budget": EXPERT_BYTES}, "paged": {"slots": 4}}
     assert {options["threads"] for _, options in loads.asked} == {2}
+    assert not any(options["prompts"] for _, options in loads.asked)
     figures = check.figures
     assert (figures["ratio"], figures["seconds"], figures["runs"]) == (1.5, 3, 3)
     assert figures["bytes"] == loads.path.stat().st_size
+    assert "outcome" not in figures, "nothing was judged"
     arms = figures["arms"]
     assert [arms[name]["reads_of_experts"] for name in arms] == [192, 192, 0]
     assert arms["paged"]["bytes"] == figures["bytes"] - EXPERT_BYTES
@@ -259,9 +181,9 @@ def test_a_small_cache_may_begin_with_as_many_experts_of_its_profile_as_it_has_s
     for other in (5, 4):
         read(3, other)
         said = lines(run(runs=1, profile=path))
-        assert said == ["paged: reads of experts by a load: expected 0, found 3"]
+        assert set(said) == {"paged: reads of experts by a load: expected 0, found 3"}
     read(3)
-    assert lines(run(runs=1)) == ["paged: reads of experts by a load: expected 0, found 3"]
+    assert set(lines(run(runs=1))) == {"paged: reads of experts by a load: expected 0, found 3"}
 
 
 def test_what_one_run_reads_all_runs_read(
@@ -287,7 +209,7 @@ def test_what_one_run_reads_all_runs_read(
     ("seconds", "says"),
     [
         ({"paged": 1.21}, "paged: load over plain read: expected at most 1.2, found 1.21"),
-        ({"all": 3.16}, "all: median seconds, 1.05 times those without a cache or their slowest"),
+        ({"all": 3.16}, "all: seconds to those without a cache: expected at most 1.05, found 1.05"),
         ({"off": 121}, "off: seconds of a load: expected at most 120, found 121"),
     ],
 )
@@ -295,7 +217,16 @@ def test_a_slow_load_is_red(
     seconds: dict[str, float], says: str, loads: Loads, run: Callable[..., Any]
 ) -> None:
     loads.seconds |= seconds
-    assert any(line.startswith(says) for line in lines(run(runs=1)))
+    assert any(line.startswith(says) for line in lines(run()))
+
+
+def test_a_ratio_to_a_plain_read_is_not_judged_on_a_busy_machine(
+    loads: Loads, run: Callable[..., Any]
+) -> None:
+    loads.seconds["paged"], loads.share = 1.21, 0.5
+    check = run()
+    assert check.ok
+    assert "took 50% of the processors meanwhile" in check.notes[-1]
 
 
 def test_no_load_is_faster_than_the_disk(loads: Loads, run: Callable[..., Any]) -> None:
@@ -308,72 +239,6 @@ def test_no_load_is_faster_than_the_disk(loads: Loads, run: Callable[..., Any]) 
     )
     check = run(runs=1, timeout_s=205)
     assert [line.partition(":")[0] for line in lines(check)] == ["off", "all"]
-
-
-def test_ratios_are_held_to_a_baseline(
-    loads: Loads, run: Callable[..., Any], tmp_path: Path
-) -> None:
-    path = tmp_path / "b.json"
-    assert run(runs=1, write_baseline=path).ok
-    assert json.loads(path.read_bytes())["arms"]["off"]["ratio"] == 1.5
-    loads.seconds |= {"off": 3.7, "all": 3.7}
-    assert run(runs=1, baseline=path).ok
-    loads.seconds |= {"off": 3.8, "all": 3.8}
-    check = run(runs=1, baseline=path)
-    assert lines(check)[0] == (
-        "off: load over plain read, 1.25 times the baseline's: expected at most 1.875, found 1.9"
-    )
-    assert run(runs=1, baseline=path, max_ratio=2).ok
-    before = json.loads(path.read_bytes())
-    before["arms"]["all"]["reads"] += 1
-    path.write_text(json.dumps(before))
-    check = run(runs=1, baseline=path, max_ratio=2)
-    assert lines(check) == ["all: reads of a load are not the baseline's: expected 308, found 307"]
-
-
-def test_without_a_baseline_a_ratio_is_to_the_plain_read(
-    loads: Loads, run: Callable[..., Any]
-) -> None:
-    assert run(runs=1, max_ratio=1.5).ok
-    assert lines(run(runs=1, max_ratio=1.4)) == [
-        f"{arm}: load over plain read: expected at most 1.4, found 1.5" for arm in ("off", "all")
-    ]
-
-
-def test_a_run_that_fails_is_no_baseline(
-    loads: Loads, run: Callable[..., Any], tmp_path: Path
-) -> None:
-    loads.seconds["paged"] = 9
-    check = run(runs=1, write_baseline=tmp_path / "b.json")
-    assert not (tmp_path / "b.json").exists()
-    assert any("was not written: the gate failed" in note for note in check.notes)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "not a baseline of load times"),
-        ("[]", "not a baseline of load times"),
-        ('{"format": "ds4q load-time baseline 1", "arms": {}}', "not a baseline of load times"),
-    ],
-)
-def test_what_is_no_baseline_is_refused(
-    text: str, says: str, loads: Loads, run: Callable[..., Any], tmp_path: Path
-) -> None:
-    path = tmp_path / "b.json"
-    path.write_text(text)
-    assert says in lines(run(baseline=path))[0]
-    assert loads.asked == [], "before any load"
-
-
-@pytest.mark.parametrize("key", ["artifact", "device", "cold"])
-def test_a_baseline_of_something_else_is_refused(
-    key: str, loads: Loads, run: Callable[..., Any], tmp_path: Path
-) -> None:
-    path = tmp_path / "b.json"
-    run(runs=1, write_baseline=path)
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {key: "another"}))
-    assert f"the baseline is of another {key}" in lines(run(runs=1, baseline=path))[0]
 
 
 # ---------------------------------------------------------------- real processes and files
@@ -425,7 +290,7 @@ def honest(lossless: Path) -> dict[str, Load]:
 
 def judged(path: Path, found: dict[str, Load]) -> list[str]:
     """What the gate says of these loads; the cache for everything is as if there were none."""
-    arms = [load_time.Arm(name, None) for name in ("off", "all", "paged")]
+    arms = [Arm(name, None) for name in ("off", "all", "paged")]
     for arm in arms:
         arm.loads.append(found.get(arm.name, found["off"]))
     check = Check("load-time")
@@ -459,16 +324,16 @@ def test_a_plain_read_covers_what_a_load_read(tmp_path: Path, monkeypatch: Any) 
     path = tmp_path / "a"
     path.write_bytes(bytes(100))
     pieces: list[tuple[int, int]] = []
-    pread = load_time.pread_all
+    pread = yardstick.pread_all
 
     def note(fd: int, out: Any, offset: int, *, path: object) -> None:
         pieces.append((offset, len(out)))
         pread(fd, out, offset, path=path)
 
-    monkeypatch.setattr(load_time, "pread_all", note)
-    monkeypatch.setattr(load_time, "PIECE_BYTES", 16)
+    monkeypatch.setattr(yardstick, "pread_all", note)
+    monkeypatch.setattr(yardstick, "PIECE_BYTES", 16)
     reads = as_reads([[50, 10, 0], [0, 20, 0], [20, 5, 1], [55, 10, 0]])
-    assert load_time.plain_read(path, reads) > 0
+    assert yardstick.plain_read(path, reads) > 0
     assert sorted(pieces) == [(0, 16), (16, 9), (50, 15)]
 
 
