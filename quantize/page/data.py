@@ -235,6 +235,7 @@ def _check(check: Check) -> dict[str, Any]:
     return {
         "name": text(check.name),
         "ok": check.ok,
+        "undecided": check.undecided,
         "seconds": round(check.seconds, 2),
         "figures": figures,
         "tables": tables,

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ds4q.artifact.files import read_head, read_small, write_whole
 from ds4q.artifact.report import Check, Failure
 from ds4q.runtime.errors import GateError
-from ds4q.runtime.gates.prompts import read_small
 from ds4q.runtime.gates.quotient import Series
 from ds4q.runtime.numerics import NUMERICS
 from ds4q.runtime.text.chat import encode_raw
@@ -149,7 +149,7 @@ def write(
     arms: Mapping[str, Kept],
     ids: Mapping[str, Sequence[int]],
 ) -> None:
-    """Write a baseline for ``Baseline.read``."""
+    """Write a baseline for ``Baseline.read``; it replaces an older one, but no other file."""
     document = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
@@ -162,7 +162,8 @@ def write(
             for name, kept in arms.items()
         },
     }
-    Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(document, indent=1) + "\n"
+    write_whole(Path(path), text, mode=0o666, replace=_is_baseline)
 
 
 def encoded_prompts(
@@ -179,6 +180,11 @@ def encoded_prompts(
         )[:most]
         for name, text in PROMPTS.items()
     }
+
+
+def _is_baseline(path: Path) -> bool:
+    head = read_head(path)
+    return not head or FORMAT.encode() in head
 
 
 def _kept(found: Mapping[str, Any]) -> Kept:

@@ -119,6 +119,20 @@ def test_ok_while_nothing_failed() -> None:
     assert not report.ok
 
 
+def test_undecided_is_not_ok_and_has_its_own_word() -> None:
+    report = Report()
+    with report.check("load-time") as check:
+        check.fail(Failure("undecided: the machine is too noisy"))
+        check.undecided = True
+    assert (report.ok, report.verdict) == (False, "UNDECIDED")
+    assert "UNDECIDED" in printed(report)
+    with report.check("other") as other:
+        other.fail(Failure("wrong"))
+    assert report.verdict == "FAILED"
+    assert example().verdict == "FAILED"
+    assert Report().verdict == "ok"
+
+
 def test_error_inside_a_check_becomes_its_failure() -> None:
     report = Report({"path": "a.hfq"})
     with report.check("payload"):

@@ -164,6 +164,20 @@ def test_failed_checks_are_counted_and_listed() -> None:
     assert "and 20 more" in text
 
 
+def test_an_undecided_check_is_not_called_failed() -> None:
+    report = Report()
+    with report.check("load-time") as check:
+        check.fail(Failure("undecided: the machine is too noisy"))
+        check.undecided = True
+    text = Page(render(gather(document([]), [], "1", report))).text()
+    assert "1 of 1 checks undecided" in text
+    assert "load-time undecided, 0.00 s" in text
+    with report.check("bad") as check:
+        check.fail(Failure("differs"))
+    text = Page(render(gather(document([]), [], "1", report))).text()
+    assert "2 of 2 checks failed" in text
+
+
 def test_an_inspected_file_is_not_called_verified() -> None:
     rows = expert(0, 0, ROCMFP2, ROCMFP3)
     text = Page(render(gather(document(rows, problems=["odd"]), rows, "1"))).text()
