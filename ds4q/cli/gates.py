@@ -144,9 +144,9 @@ _OPTIONS = [
         "--baseline",
         type=click.Path(path_type=Path),
         metavar="FILE.json",
-        help="Fail where loads are slower than in this file of --write-baseline, each paired with a "
-        "plain read of the same bytes; undecided where the machine is too noisy. Also compare the "
-        "token ids that continue two fixed prompts.",
+        help="Fail where loads are slower than in this file of --write-baseline, each paired with "
+        "a plain read of the same bytes; undecided where the machine is too noisy. Also compare "
+        "the token ids that continue two fixed prompts.",
     ),
     click.option(
         "--write-baseline",

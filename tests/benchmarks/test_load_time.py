@@ -79,7 +79,7 @@ def test_digests_are_judged_by_pairs_of_cold_loads(
         sides.append(cache.get("check_reads", True))
         nothing = np.empty((0, 3), np.int64)
         seconds = next(drift) * (costs if sides[-1] else 1)
-        return Load(seconds, 1, 1, nothing, nothing, None)
+        return Load(seconds, 1, 1, nothing, nothing, None, [])
 
     monkeypatch.setattr(load_time, "measure", measure)
     monkeypatch.setattr(load_time, "drop", lambda path: True)
