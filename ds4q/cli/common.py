@@ -471,4 +471,4 @@ def print_table(
 def print_checks(report: Report) -> None:
     """Print the checks of ``report`` as a table; failures are listed by the caller."""
     head = ("check", "result", "seconds", "figures")
-    print_table(head, report.rows(), styles={"ok": "green", "FAILED": "red"})
+    print_table(head, report.rows(), styles={"ok": "green", "FAILED": "red", "UNDECIDED": "yellow"})
