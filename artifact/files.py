@@ -15,10 +15,11 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ds4q.artifact import stops
 from ds4q.artifact.errors import Ds4qError
 
 HEAD_BYTES = 4096  # of a file, for recognising it
@@ -186,6 +187,17 @@ def remove_own(path: Path, recognize: Recognize) -> None:
 # --- writing -----------------------------------------------------------------------------------
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Have an ``OSError`` of a descriptor say which file it is about."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_whole(
     path: Path,
     data: str | bytes,
@@ -212,20 +224,22 @@ def write_whole(
             status = path.lstat()
             kept = stat.S_IMODE(status.st_mode) if stat.S_ISREG(status.st_mode) else None
     temporary = path.with_name(f".ds4q-{secrets.token_hex(8)}.part")  # fits beside any name
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        with open(fd, "wb") as file:
-            if kept is not None:
-                _keep_mode(file.fileno(), kept)
-            file.write(data.encode("utf-8") if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path, replace=replace)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a full disk shows in a call that knows no name
-        raise
+    with stops.held():
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+            with open(fd, "wb") as file:
+                if kept is not None:
+                    _keep_mode(file.fileno(), kept)
+                file.write(data.encode("utf-8") if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            publish(temporary, path, replace=replace)
+        except BaseException as error:
+            with suppress(OSError):  # it must not hide what went wrong
+                temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):  # users know no temporary file
+                error.filename, error.filename2 = str(path), None
+            raise
 
 
 def _keep_mode(fd: int, mode: int) -> None:
@@ -362,7 +376,8 @@ def fsync_folder(folder: Path) -> None:
     """Make renames and removals in ``folder`` durable, where the file system can (CIFS cannot)."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with named(folder):
+            os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF):
             raise

@@ -31,7 +31,7 @@ from ds4q.artifact.errors import (
     IndexFieldError,
     MetadataError,
 )
-from ds4q.artifact.files import NotRegularError, TooLongError, read_small
+from ds4q.artifact.files import NotRegularError, TooLongError, named, read_small
 from ds4q.artifact.files import fsync_folder as fsync_folder
 from ds4q.artifact.hfq import (
     ALIGNMENT,
@@ -176,13 +176,14 @@ def write_durably(path: Path, data: bytes, *, new: bool = False) -> None:
     """
     flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC)
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with named(path):
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 # What a file system answers that has no flock: old Lustre and NFS mounts, some of FUSE.
@@ -329,16 +330,18 @@ class PartialFile:
 
     def allocate(self) -> None:
         """Give the file its final length; bytes that were not written read as zeros."""
-        os.ftruncate(self.fd, self.file_bytes)
+        with named(self.path):
+            os.ftruncate(self.fd, self.file_bytes)
 
     def pwrite(self, data: bytes | U8 | memoryview, offset: int) -> None:
         """Write all of ``data`` at ``offset``."""
         view = flat(data)
-        while view:
-            n = os.pwrite(self.fd, view, offset)
-            if n == 0:
-                raise OSError(errno.EIO, "write returned 0 bytes", str(self.path))
-            view, offset = view[n:], offset + n
+        with named(self.path):
+            while view:
+                n = os.pwrite(self.fd, view, offset)
+                if n == 0:
+                    raise OSError(errno.EIO, "write returned 0 bytes")
+                view, offset = view[n:], offset + n
 
     def pread_into(self, out: U8, offset: int) -> None:
         """Fill ``out`` from ``offset``; what was not written yet reads as zeros."""
@@ -351,15 +354,19 @@ class PartialFile:
 
     def sync(self) -> None:
         """Force what was written to the disk."""
-        os.fsync(self.fd)
-        os.close(os.dup(self.fd))  # some file systems tell of a lost write at a close; we stay open
+        with named(self.path):
+            os.fsync(self.fd)
+            os.close(
+                os.dup(self.fd)
+            )  # some file systems tell of a lost write at a close; we stay open
 
     def close(self) -> None:
-        """Release the lock; the file stays."""
+        """Release the lock; the file stays. A failing close loses nothing that was synced."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             self._lock.release()
-            os.close(fd)
+            with suppress(OSError):
+                os.close(fd)
 
     def discard(self) -> None:
         """Remove the partial file."""

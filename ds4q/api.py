@@ -139,7 +139,7 @@ def quantize(
         for warning in (*audited.warnings, *odd, *plan.warnings, *_left_over(plan)):
             warn(warning)
         inputs = imatrix, recipe if wish.is_file else None
-        read = tuple(map(Path, filter(None, inputs)))
+        read = tuple(Path(each) for each in inputs if each is not None)
         job = Job(checkpoint, audited, plan, choice.budget, read, resume=resume, force=force)
         finished = job.finished_earlier()
         if finished is not None:

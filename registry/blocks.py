@@ -14,10 +14,11 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ds4q.artifact.files import free_bytes
+from ds4q.artifact.files import free_bytes, named
 from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile, fsync_folder, write_durably
 from ds4q.registry.errors import ExistsError, SpaceError, UnfinishedError
 
@@ -78,7 +79,8 @@ class Blocks:
             valid_bytes = self._read_journal()
             if self.about is not None:
                 self._append_to = self._open_journal()
-                os.ftruncate(self._append_to, valid_bytes)
+                with named(self.journal):
+                    os.ftruncate(self._append_to, valid_bytes)
             elif os.fstat(self.file.fd).st_size:
                 raise UnfinishedError(path=self.file.path)
             elif not self._ours:
@@ -90,7 +92,8 @@ class Blocks:
     def start(self, about: About) -> None:
         """Begin a file anew; what an earlier run left is given up."""
         self._close_journal()
-        os.ftruncate(self.file.fd, 0)
+        with named(self.file.path):
+            os.ftruncate(self.file.fd, 0)
         self.about, self.digests = about, {}
         text = json.dumps({"format": FORMAT, "block_bytes": BLOCK_BYTES} | asdict(about))
         write_durably(self.journal, text.encode() + b"\n")
@@ -107,8 +110,9 @@ class Blocks:
         view = memoryview(f"{number} {digest}\n".encode())
         with self._lock:
             self.digests[number] = digest
-            while view:
-                view = view[os.write(self._append_to, view) :]
+            with named(self.journal):
+                while view:
+                    view = view[os.write(self._append_to, view) :]
 
     def publish(self, *, replace: bool) -> None:
         """Give the file its final name, durably.
@@ -150,9 +154,10 @@ class Blocks:
         return os.open(self.journal, flags)
 
     def _close_journal(self) -> None:
-        if self._append_to >= 0:
-            os.close(self._append_to)
-            self._append_to = -1
+        fd, self._append_to = self._append_to, -1
+        if fd >= 0:
+            with suppress(OSError):  # lines that are lost cost no more than a block each
+                os.close(fd)
 
     def _read_journal(self) -> int:
         """Fill ``about`` and ``digests``; return the length of the part that is believed."""

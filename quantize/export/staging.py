@@ -124,9 +124,11 @@ class Staging:
             yield
         except OSError as error:
             where = self._out if self._published else self._folder
-            remedy = "it is written, and may not be on the disk" if self._published else ""
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                remedy = f"the export needs {self._nbytes:,} bytes; nothing was left behind"
+            remedy = "nothing was left behind"
+            if self._published:
+                remedy = f"{self._out} is written, but may not be on the disk yet"
+            elif error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                remedy = f"the export needs {self._nbytes:,} bytes; {remedy}"
             what = error.strerror or str(error)
             raise WriteError(what, path=error.filename or where, remedy=remedy) from error
 

@@ -18,6 +18,7 @@ from ds4q.artifact.writer import WriteError
 from ds4q.quantize.errors import ChangedSourceError, JobError, SourceReadError
 from ds4q.quantize.job import SpaceError
 from tests.checks import check_refused
+from tests.faults import Faults
 from tests.quantize import models
 
 CALLS = ("pwrite", "write", "fsync", "ftruncate", "replace")
@@ -34,34 +35,14 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-class Failing:
-    """Counts the calls of some functions of ``os``; the chosen one raises."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, call: str = "", n: int = 0, code: int = 0):
-        self.counts: Counter[str] = Counter()
-        self.lock = threading.Lock()
-        for name in CALLS:
-            patch.setattr(os, name, self._wrapped(name, getattr(os, name), name == call, n, code))
-
-    def _wrapped(self, name: str, real: Any, chosen: bool, n: int, code: int) -> Any:
-        def wrapper(*arguments: Any, **options: Any) -> Any:
-            with self.lock:
-                self.counts[name] += 1
-                due = chosen and self.counts[name] == n
-            if due:
-                raise OSError(code, os.strerror(code))
-            return real(*arguments, **options)
-
-        return wrapper
-
-
 @pytest.fixture(scope="module")
 def counts(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
     """How often a job that runs through makes each call."""
     with pytest.MonkeyPatch.context() as patch:
-        failing = Failing(patch)
-        models.run(source, tmp_path_factory.mktemp("counts") / "x.hfq")
-    return failing.counts
+        folder = tmp_path_factory.mktemp("counts")
+        faults = Faults(patch, folder, calls=CALLS)
+        models.run(source, folder / "x.hfq")
+    return faults.counts
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -89,7 +70,7 @@ def test_each_failing_call_is_one_error_and_leaves_nothing_behind(
             models.run(other, folder / "x.hfq")
         before = models.digests(folder)
         with pytest.MonkeyPatch.context() as patch:
-            Failing(patch, call, n, code)
+            Faults(patch, folder, call, n, code, calls=CALLS)
             with pytest.raises(WriteError) as caught:
                 models.run(source, folder / "x.hfq", force=replacing)
         text = str(caught.value)
@@ -203,7 +184,7 @@ def test_failing_clean_up_does_not_hide_what_went_wrong(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with pytest.MonkeyPatch.context() as patch:
-        Failing(patch, "pwrite", 2, errno.EIO)
+        Faults(patch, folder, "pwrite", 2, errno.EIO, calls=CALLS)
         patch.setattr(os, "unlink", refuse)
         with pytest.raises(WriteError, match="Input/output error"):
             models.run(source, folder / "x.hfq")
