@@ -40,7 +40,7 @@ from ds4q.runtime.gates.baseline import (
 from ds4q.runtime.gates.loading import I64
 from ds4q.runtime.gates.pair import Measurement, Model, Surroundings
 from ds4q.runtime.gates.pairs import Arm, Bench
-from ds4q.runtime.gates.quotient import centre, outcome, slowdown
+from ds4q.runtime.gates.quotient import centre, outcome, quotient, slowdown
 from ds4q.runtime.source import Tensors
 
 RUNS = LEAST_PAIRS
@@ -51,6 +51,7 @@ SAME_RATIO = 1.05  # of a load with a cache that holds everything to one without
 JUDGED_S = 1.0  # reading takes less: starting decides, which no ratio to a read can judge
 PAGE_BYTES = 4096
 ALPHA = 0.02  # chance of each wrong verdict, over all arms and looks of one run
+SAME_ALPHA = 0.001  # of calling loads unlike that are alike; most runs look for nothing else
 LOOKS = 2  # after the runs that were asked for, and after twice as many
 LEAST_SHARE = 0.9  # of the processors; with less, a slow load may be the neighbours' fault
 NOISY = "undecided: the machine is too noisy"
@@ -290,8 +291,7 @@ class LoadTime:
             elif arm.seconds > self.timeout_s:
                 _at_most(check, f"{arm.name}: seconds of a load", self.timeout_s, arm.seconds)
         if _judged(check, everything, "to those without a cache", cold):
-            pairs = zip(everything.load_s, off.load_s, strict=False)
-            found = centre([a / b for a, b in pairs], ALPHA)
+            found = quotient(everything.load_s, off.load_s, SAME_ALPHA)
             _at_most(check, "all: seconds to those without a cache", SAME_RATIO, found.low)
         if _judged(check, paged, "to a plain read", cold):
             found = centre(paged.ratios, ALPHA)
