@@ -1,54 +1,72 @@
-"""Owns what config.json of a DeepSeek-V4 checkpoint must say: keys, kinds, refusals, sizes.
+"""The one check of a DeepSeek-V4 config.json: keys, kinds, bounds, refusals, sizes.
 
-Names no tensor. Source: config.json of huggingface.co/deepseek-ai/DeepSeek-V4-Flash. A missing key
-is refused, never defaulted: a default would change the arithmetic silently.
+Quantize, verify, inspect, export, run and serve all use it. It names no tensor. Source: config.json
+of huggingface.co/deepseek-ai/DeepSeek-V4-Flash. A missing key is refused, never defaulted: a
+default would change the arithmetic silently.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ds4q.quantize.errors import ConfigError, UnsupportedModelError
+from ds4q.quantize.rope import read_rope
 
 MODEL_TYPE = "deepseek_v4"
 RATIOS = (0, 4, 128)
-MAX_SIZE = 2**31 - 1
 KEYS_LISTED = 8
 
-_INTEGERS = [
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "qk_rope_head_dim",
-    "q_lora_rank",
-    "o_lora_rank",
-    "o_groups",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "hc_mult",
-    "hc_sinkhorn_iters",
-    "sliding_window",
-    "index_n_heads",
-    "index_head_dim",
-    "index_topk",
-    "max_position_embeddings",
-]
-_MAY_BE_ZERO = ["num_hash_layers", "bos_token_id", "eos_token_id"]
-_REALS = [
-    "rms_norm_eps",
-    "hc_eps",
-    "swiglu_limit",
-    "rope_theta",
-    "compress_rope_theta",
-    "routed_scaling_factor",
-]
+# The one table of bounds, for every command that reads a config. The lowest value is the least that
+# the arithmetic is defined for. The highest is far above every published model (at least 8 times
+# Flash or Pro), and low enough that a damaged or hostile config can neither hang a step nor ask for
+# memory that no machine has; offsets, ids and row lengths stay within 32 bits.
+_WHOLE: dict[str, tuple[int, int]] = {
+    "vocab_size": (1, 1 << 22),
+    "hidden_size": (1, 1 << 16),
+    "num_hidden_layers": (1, 1 << 10),
+    "num_attention_heads": (1, 1 << 12),
+    "num_key_value_heads": (1, 1),
+    "head_dim": (1, 1 << 13),
+    "qk_rope_head_dim": (1, 1 << 13),
+    "q_lora_rank": (1, 1 << 16),
+    "o_lora_rank": (1, 1 << 16),
+    "o_groups": (1, 1 << 12),
+    "n_routed_experts": (1, 1 << 14),
+    "n_shared_experts": (1, 1),
+    "num_experts_per_tok": (1, 1 << 10),
+    "num_hash_layers": (0, 1 << 10),
+    "moe_intermediate_size": (1, 1 << 17),
+    "hc_mult": (1, 64),  # a layer mixes (2 + n) n values of n d: it grows with the cube
+    "hc_sinkhorn_iters": (1, 1000),  # passes over a matrix of n x n, twice a layer and token
+    "sliding_window": (1, 1 << 17),  # rows that every layer of every sequence keeps
+    "index_n_heads": (1, 1 << 12),
+    "index_head_dim": (1, 1 << 13),
+    "index_topk": (1, 1 << 20),
+    "max_position_embeddings": (1, 1 << 27),  # positions are 32-bit on a device
+}
+_REAL: dict[str, tuple[float, float]] = {
+    "rms_norm_eps": (1e-38, 0.1),  # less is zero in float32, or subnormal
+    "hc_eps": (1e-38, 0.1),
+    "swiglu_limit": (1e-6, 1e6),
+    "routed_scaling_factor": (1e-6, 1e6),
+}
+_THETA = (1.0, 1e12)  # rotations divide by its logarithm: above 1
+_YARN: dict[str, tuple[float, float]] = {
+    "factor": (1.0, 1e6),
+    "beta_fast": (1e-3, 1e6),
+    "beta_slow": (1e-3, 1e6),
+    "original_max_position_embeddings": (1, 1 << 27),
+}
+_DSPARK_WHOLE: dict[str, tuple[int, int]] = {
+    "dspark_block_size": (1, 256),
+    "dspark_markov_rank": (1, 1 << 16),
+}
+_WINDOW_VALUES = 1 << 34  # of all layers of one sequence; 64 GiB of float32. Flash has 2.8 million
+_TOKENS = ("bos_token_id", "eos_token_id")
 # Any other value would change the arithmetic without changing a shape.
 _FIXED: dict[str, Any] = {
     "num_key_value_heads": 1,
@@ -60,10 +78,9 @@ _FIXED: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 _FIXED_IF_PRESENT: dict[str, Any] = {"attention_bias": False, "expert_dtype": "fp4"}
-_YARN_REALS = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+_MOST_BLOCK = 1 << 16  # rows or columns that share a scale
 _FP8_FIXED = {"quant_method": "fp8", "fmt": "e4m3"}
-_DSPARK_INTEGERS = ("dspark_block_size", "dspark_markov_rank")
-_DSPARK_KEYS = (*_DSPARK_INTEGERS, "dspark_noise_token_id", "dspark_target_layer_ids")
+_DSPARK_KEYS = (*_DSPARK_WHOLE, "dspark_noise_token_id", "dspark_target_layer_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +88,8 @@ class Dims:
     """The sizes of one config; None where a partial config is silent.
 
     ``sizes`` holds products of config values under the short names of ``deepseek4.py``;
-    ``ratios`` is one compress ratio per trunk layer; ``lacking`` are the absent keys.
+    ``ratios`` is one compress ratio per trunk layer; ``lacking`` are the absent keys; ``rope`` is
+    what ``rope.py`` makes of the spellings of rotations.
     """
 
     sizes: dict[str, int | None]
@@ -81,6 +99,7 @@ class Dims:
     ratios: tuple[int, ...] | None
     fp8_block: tuple[int, int] | None
     lacking: tuple[str, ...]
+    rope: Mapping[str, float]
 
 
 def check_config(config: dict[str, Any], path: object, *, allow_partial: bool = False) -> Dims:
@@ -92,22 +111,57 @@ def check_config(config: dict[str, Any], path: object, *, allow_partial: bool = 
     ConfigError : a missing key (model_type even if ``allow_partial``), or a value of a wrong kind
     """
     _check_family(config, path)
-    lacking = _check_rope(config, path) + _check_fp8(config, path)
-    required = {*_INTEGERS, *_MAY_BE_ZERO, *_REALS, *_FIXED, "compress_ratios"}
+    rope, lacking = read_rope(config, path)
+    lacking += _check_fp8(config, path)
+    required = {*_WHOLE, *_REAL, *_TOKENS, *_FIXED, "compress_ratios"}
     lacking += [key for key in required if key not in config]
     if "torch_dtype" not in config and "dtype" not in config:  # renamed in newer re-saves
         lacking.append("torch_dtype")
     lacking.sort()
     if lacking and not allow_partial:
         _refuse_lacking(lacking, path)
-    for key in _INTEGERS:
-        _integer(config, key, path, at_least=1)
-    for key in _MAY_BE_ZERO:
-        _integer(config, key, path, at_least=0)
-    for key in _REALS:
-        _positive(config, key, path)
+    for key, (low, high) in (_WHOLE | _DSPARK_WHOLE).items():
+        if key in config:
+            _whole(key, config[key], low, high, path)
+    for key, bounds in _REAL.items():
+        if key in config:
+            _real(key, config[key], bounds, path)
+    for key in ("rope_theta", "compress_rope_theta"):
+        if key in rope:
+            _real(key, rope[key], _THETA, path)
+            if rope[key] == 1:
+                raise ConfigError(key, path=path, expected="more than 1", found=rope[key])
+    for key, bounds in _YARN.items():
+        if key in rope:
+            _real(f"rope_scaling.{key}", rope[key], bounds, path)
+    _check_relations(config, rope, path)
     _check_dspark(config, path)
-    return _dims(config, path, tuple(lacking))
+    check_token_ids(config, config.get("vocab_size"), path)
+    return _dims(config, path, tuple(lacking), rope)
+
+
+def check_token_ids(
+    values: Mapping[str, Any], vocab_size: object, path: object, prefix: str = ""
+) -> None:
+    """Refuse special tokens of a config, or of a generation_config, that no token can be.
+
+    ``eos_token_id`` may be a list; the padding token, which nothing here uses, may be none (null or
+    -1). ``vocab_size`` is None where it is not known.
+    """
+    below = vocab_size if type(vocab_size) is int else _WHOLE["vocab_size"][1]
+    for key in (*_TOKENS, "pad_token_id", "dspark_noise_token_id"):
+        if key not in values or (key == "pad_token_id" and values[key] in (None, -1)):
+            continue
+        given = values[key]
+        listed = given if key == "eos_token_id" and isinstance(given, list) else [given]
+        if not listed or not all(type(n) is int and 0 <= n < below for n in listed):
+            raise ConfigError(
+                prefix + key,
+                path=path,
+                expected=f"a token id from 0 to {below - 1}"
+                + (", or a list of them" if key == "eos_token_id" else ""),
+                found=repr(given)[:80],
+            )
 
 
 def require_dspark_keys(config: dict[str, Any], path: object) -> None:
@@ -132,17 +186,39 @@ def _check_family(config: dict[str, Any], path: object) -> None:
     _fixed(config, {"model_type": MODEL_TYPE} | _FIXED | _FIXED_IF_PRESENT, path)
 
 
-def _check_rope(config: dict[str, Any], path: object) -> list[str]:
-    """Refuse other scaling than YaRN; returns the absent keys."""
-    if "rope_scaling" not in config:
-        return ["rope_scaling"]
-    scaling = config["rope_scaling"]
-    if not isinstance(scaling, dict):
-        raise UnsupportedModelError("rope_scaling", path=path, expected="yarn", found=repr(scaling))
-    _fixed(scaling, {"type": "yarn", "rope_type": "yarn"}, path, "rope_scaling.")
-    for key in _YARN_REALS:
-        _positive(scaling, key, path, "rope_scaling.")
-    return [f"rope_scaling.{key}" for key in ("type", *_YARN_REALS) if key not in scaling]
+def _check_relations(config: dict[str, Any], rope: Mapping[str, float], path: object) -> None:
+    """What values demand of each other; those that are absent demand nothing."""
+
+    def check(key: str, other: str, holds: Callable[[Any, Any], bool], expected: str) -> None:
+        if key in config and other in config and not holds(config[key], config[other]):
+            expected = f"{expected} {other} = {config[other]}"
+            raise ConfigError(key, path=path, expected=expected, found=config[key])
+
+    if config.get("qk_rope_head_dim", 0) % 2:
+        found = config["qk_rope_head_dim"]
+        raise ConfigError("qk_rope_head_dim", path=path, expected="an even number", found=found)
+    check("head_dim", "qk_rope_head_dim", operator.ge, "at least")
+    check("index_head_dim", "qk_rope_head_dim", operator.ge, "at least")
+    check("o_groups", "num_attention_heads", lambda groups, heads: heads % groups == 0, "a part of")
+    check("n_routed_experts", "num_experts_per_tok", operator.ge, "at least")
+    check("num_hash_layers", "num_hidden_layers", operator.le, "at most")
+    if rope.get("beta_slow", 0) > rope.get("beta_fast", math.inf):
+        raise ConfigError(
+            "rope_scaling.beta_fast",
+            path=path,
+            expected=f"at least beta_slow = {rope['beta_slow']}",
+            found=rope["beta_fast"],
+        )
+    keys = ("num_hidden_layers", "sliding_window", "head_dim")
+    if all(key in config for key in keys):
+        values = math.prod(config[key] for key in keys)
+        if values > _WINDOW_VALUES:
+            raise ConfigError(
+                "num_hidden_layers * sliding_window * head_dim",
+                path=path,
+                expected=f"at most {_WINDOW_VALUES}",
+                found=values,
+            )
 
 
 def _check_fp8(config: dict[str, Any], path: object) -> list[str]:
@@ -158,7 +234,9 @@ def _check_fp8(config: dict[str, Any], path: object) -> list[str]:
     _fixed(fp8, _FP8_FIXED | {"scale_fmt": "ue8m0"}, path, "quantization_config.")
     block = fp8.get("weight_block_size")
     if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(_is_int(n, 1) for n in block)
+        isinstance(block, list)
+        and len(block) == 2
+        and all(_whole_in(n, 1, _MOST_BLOCK) for n in block)
     ):
         raise ConfigError(
             "quantization_config.weight_block_size",
@@ -171,46 +249,28 @@ def _check_fp8(config: dict[str, Any], path: object) -> list[str]:
 
 
 def _check_dspark(config: dict[str, Any], path: object) -> None:
-    for key in _DSPARK_INTEGERS:
-        _integer(config, key, path, at_least=1)
-    _integer(config, "dspark_noise_token_id", path, at_least=0)
     key = "dspark_target_layer_ids"
     if key in config:
-        ids, layers = config[key], config.get("num_hidden_layers", MAX_SIZE)
-        whole = isinstance(ids, list) and ids and all(_is_int(n, 0) and n < layers for n in ids)
+        ids, layers = config[key], config.get("num_hidden_layers", math.inf)
+        whole = isinstance(ids, list) and ids and all(_whole_in(n, 0, layers - 1) for n in ids)
         if not whole or len(set(ids)) != len(ids):
             raise ConfigError(
                 key, path=path, expected="distinct layers of the model", found=repr(ids)[:80]
             )
 
 
-def _dims(config: dict[str, Any], path: object, lacking: tuple[str, ...]) -> Dims:
+def _dims(
+    config: dict[str, Any], path: object, lacking: tuple[str, ...], rope: Mapping[str, float]
+) -> Dims:
     def size(*keys: str) -> int | None:
         values = [config.get(key) for key in keys]
         return None if None in values else math.prod(v for v in values if v is not None)
 
     heads, groups = size("num_attention_heads", "head_dim"), size("o_groups")
-    if heads is not None and groups is not None and heads % groups:
-        raise ConfigError(
-            "o_groups must divide num_attention_heads * head_dim",
-            path=path,
-            found=f"{heads} / {groups}",
-        )
     n, d, rank = size("hc_mult"), size("hidden_size"), size("dspark_markov_rank")
     index = size("index_head_dim")
     experts, chosen = size("n_routed_experts"), size("num_experts_per_tok")
-    if experts is not None and chosen is not None and experts < chosen:
-        raise ConfigError(
-            "n_routed_experts",
-            path=path,
-            expected=f"at least num_experts_per_tok = {chosen}",
-            found=experts,
-        )
     layers, hash_layers = size("num_hidden_layers"), size("num_hash_layers")
-    if layers is not None and hash_layers is not None and hash_layers > layers:
-        raise ConfigError(
-            "num_hash_layers", path=path, expected=f"at most {layers}", found=hash_layers
-        )
     targets = config.get("dspark_target_layer_ids")
     sizes = {
         "V": size("vocab_size"),
@@ -246,6 +306,7 @@ def _dims(config: dict[str, Any], path: object, lacking: tuple[str, ...]) -> Dim
         ratios=_ratios(config, layers, path),
         fp8_block=None if block is None else (block[0], block[1]),
         lacking=lacking,
+        rope=rope,
     )
 
 
@@ -277,25 +338,27 @@ def _fixed(config: dict[str, Any], values: dict[str, Any], path: object, prefix:
             )
 
 
-def _is_int(value: Any, at_least: int) -> bool:
-    return type(value) is int and at_least <= value <= MAX_SIZE
+def _whole_in(value: Any, low: int, high: float) -> bool:
+    return type(value) is int and low <= value <= high
 
 
-def _integer(config: dict[str, Any], key: str, path: object, *, at_least: int) -> None:
-    if key in config and not _is_int(config[key], at_least):
+def _whole(key: str, value: Any, low: int, high: int, path: object) -> None:
+    if not _whole_in(value, low, high):
         raise ConfigError(
             key,
             path=path,
-            expected=f"a whole number from {at_least} to {MAX_SIZE}",
-            found=repr(config[key])[:80],
+            expected=f"a whole number from {low} to {high}" if low < high else low,
+            found=repr(value)[:80],
         )
 
 
-def _positive(config: dict[str, Any], key: str, path: object, prefix: str = "") -> None:
-    value = config.get(key, 1)
-    if type(value) not in (int, float) or not value > 0:
+def _real(key: str, value: Any, bounds: tuple[float, float], path: object) -> None:
+    if type(value) not in (int, float) or not bounds[0] <= value <= bounds[1]:  # NaN is neither
         raise ConfigError(
-            prefix + key, path=path, expected="a positive number", found=repr(value)[:80]
+            key,
+            path=path,
+            expected=f"a positive number from {bounds[0]:g} to {bounds[1]:g}",
+            found=repr(value)[:80],
         )
 
 

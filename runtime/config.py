@@ -1,8 +1,7 @@
 """Owns the constants of the forward pass, as a DeepSeek-V4 ``config.json`` names them.
 
-What every config must say is checked by ``quantize/config.py``; only what the forward pass demands
-beyond that is checked here. Source of keys and meanings: the config and inference code that
-DeepSeek publishes with DeepSeek-V4-Flash.
+What a config must say is checked by ``quantize/config.py``, here as everywhere. Source of keys and
+meanings: the config and inference code that DeepSeek publishes with DeepSeek-V4-Flash.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 from ds4q.quantize.config import check_config
 from ds4q.quantize.errors import SourceError
+from ds4q.quantize.rope import BASES
 from ds4q.runtime.errors import ConfigError, RunError
 
 
@@ -50,8 +50,6 @@ class ModelConfig:
     index_head_dim: int
     index_topk: int
     max_position_embeddings: int
-    bos_token_id: int
-    eos_token_id: int
     routed_scaling_factor: float
     swiglu_limit: float
     rms_norm_eps: float
@@ -104,40 +102,14 @@ def parse_config(config: Mapping[str, Any], *, path: object = None) -> ModelConf
         A key is missing, has the wrong type, or its value means other arithmetic.
     """
     try:
-        check_config(dict(config), path)
+        dims = check_config(dict(config), path)
     except SourceError as error:
         raise ConfigError(
             error.what, path=path, expected=error.expected, found=error.found
         ) from error
-    values = {name: config[name] for name in ModelConfig.__annotations__ if name != "run_layers"}
-    scaling = {name: config["rope_scaling"][name] for name in Yarn.__annotations__}
-    values["rope_scaling"] = Yarn(**scaling)
+    values = {name: config[name] for name in ModelConfig.__annotations__ if name in config}
+    values |= {name: dims.rope[name] for name in BASES}
+    yarn = {name: dims.rope[name] for name in Yarn.__annotations__}
     # Entries past the hidden layers belong to draft stages.
-    values["compress_ratios"] = tuple(config["compress_ratios"][: config["num_hidden_layers"]])
-    parsed = ModelConfig(**values)
-    _check_relations(parsed, path)
-    return parsed
-
-
-def _check_relations(c: ModelConfig, path: object) -> None:
-    """What only the forward pass demands."""
-
-    def check(key: str, holds: bool, expected: str) -> None:
-        if not holds:
-            found = repr(getattr(c, key))
-            raise ConfigError(f"config key {key}", path=path, expected=expected, found=found)
-
-    rope, heads = c.qk_rope_head_dim, c.num_attention_heads
-    check("qk_rope_head_dim", rope % 2 == 0, "an even number")
-    check("head_dim", c.head_dim >= rope, f"at least qk_rope_head_dim {rope}")
-    check("index_head_dim", c.index_head_dim >= rope, f"at least qk_rope_head_dim {rope}")
-    check("o_groups", heads % c.o_groups == 0, f"a divisor of num_attention_heads {heads}")
-    check(
-        "num_experts_per_tok",
-        c.num_experts_per_tok <= c.n_routed_experts,
-        f"at most n_routed_experts {c.n_routed_experts}",
-    )
-    for key in ("bos_token_id", "eos_token_id"):
-        check(key, getattr(c, key) < c.vocab_size, f"below vocab_size {c.vocab_size}")
-    for key in ("rope_theta", "compress_rope_theta"):
-        check(key, getattr(c, key) > 1, "more than 1")
+    ratios = tuple(config["compress_ratios"][: config["num_hidden_layers"]])
+    return ModelConfig(**(values | {"rope_scaling": Yarn(**yarn), "compress_ratios": ratios}))

@@ -76,15 +76,15 @@ def model_keys(config: dict[str, Any], path: object) -> tuple[Keys, Dims]:
     Raises ``ConfigError`` for a config that lacks a key: GGUF has no partial models.
     """
     dims = check_config(config, path)
-    scaling = config["rope_scaling"]
-    context = scaling["original_max_position_embeddings"]
+    rope = dims.rope
+    context = rope["original_max_position_embeddings"]
     if context != int(context):
         what = "rope_scaling.original_max_position_embeddings"
         raise ExportError(what, path=path, expected="a whole number", found=context)
     ratios = dims.ratios or ()
     values = {name: u32(config[key]) for name, key in _NUMBERS.items()}
-    values |= {name: f32(config[key]) for name, key in _REALS.items()}
-    values |= {name: f32(scaling[key]) for name, key in _ROPE_REALS.items()}
+    values |= {name: f32((config | rope)[key]) for name, key in _REALS.items()}
+    values |= {name: f32(rope[key]) for name, key in _ROPE_REALS.items()}
     values |= {
         "rope.scaling.type": text("yarn"),
         "rope.scaling.original_context_length": u32(int(context)),

@@ -45,7 +45,8 @@ def tokenizer_keys(
 
     Raises ``ExportError`` for a tokenizer that is not byte-level BPE, or has more tokens than ids.
     """
-    ids = {"bos": config["bos_token_id"], "eos": config["eos_token_id"]}
+    ends = config["eos_token_id"]  # GGUF has room for one
+    ids = {"bos": config["bos_token_id"], "eos": ends[0] if isinstance(ends, list) else ends}
     keys = {f"tokenizer.ggml.{name}_token_id": u32(number) for name, number in ids.items()}
     raw = metadata.get("tokenizer", NO_TOKENIZER)
     if raw == NO_TOKENIZER:

@@ -158,7 +158,42 @@ def test_many_missing_keys_are_counted() -> None:
         ("hidden_size", 0),
         ("hidden_size", -1),
         ("hidden_size", None),
-        ("hidden_size", 2**31),
+        ("hidden_size", float("nan")),
+        ("hidden_size", [4096]),
+        ("hidden_size", 10**400),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", float("inf")),
+        ("rms_norm_eps", True),
+        ("rms_norm_eps", 1e-60),
+        ("hc_eps", 1),
+        ("rope_theta", 1),
+        ("rope_theta", float("inf")),
+        ("rope_theta", 1e300),
+        ("rope_theta", "10000"),
+        ("compress_rope_theta", 0.5),
+        ("qk_rope_head_dim", 63),
+        ("head_dim", 32),
+        ("index_head_dim", 32),
+        ("sliding_window", 131072 * 2),
+        ("hc_sinkhorn_iters", 2**31 - 1),
+        ("vocab_size", 2**31 - 1),
+        ("bos_token_id", 129280),
+        ("bos_token_id", [0]),
+        ("eos_token_id", 129280),
+        ("eos_token_id", -1),
+        ("eos_token_id", True),
+        ("eos_token_id", []),
+        ("eos_token_id", [1, 129280]),
+        ("eos_token_id", None),
+        ("pad_token_id", 129280),
+        ("pad_token_id", -2),
+        ("dspark_noise_token_id", 129280),
+        ("dspark_block_size", 257),
+        ("rope_scaling.beta_fast", 0.5),
+        ("rope_scaling.beta_slow", float("nan")),
+        ("rope_scaling.factor", 0.5),
+        ("rope_scaling.factor", 1e7),
+        ("rope_scaling.original_max_position_embeddings", 2**31 - 1),
         ("num_hash_layers", -1),
         ("num_hash_layers", 44),
         ("n_routed_experts", 5),
@@ -209,3 +244,101 @@ def test_dspark_needs_all_of_its_keys(key: str) -> None:
     require_dspark_keys(FLASH, "c")
     with pytest.raises(ConfigError, match=f"no {key}"):
         require_dspark_keys(edited(FLASH, key, ...), "c")
+
+
+def test_every_number_has_an_upper_bound() -> None:
+    """What no model has is refused, not tried: it would hang a step, or ask for all memory."""
+    numbers = [key for key, value in FLASH.items() if type(value) in (int, float)]
+    free = {"num_nextn_predict_layers"}  # not used: draft stages are counted by their tensors
+    for key in (k for k in numbers if k not in free):
+        with pytest.raises(SourceError, match=key):
+            check_config(FLASH | {key: 10**18 if type(FLASH[key]) is int else 1e38}, "c")
+
+
+def test_windows_that_no_memory_holds() -> None:
+    config = FLASH | {"sliding_window": 1 << 17, "head_dim": 8192}
+    with pytest.raises(ConfigError, match=r"sliding_window \* head_dim: expected at most"):
+        check_config(config, "c")
+
+
+@pytest.mark.parametrize("pad", [None, -1, 2])
+def test_special_tokens_may_be_a_list_or_none(pad: int | None) -> None:
+    check_config(FLASH | {"eos_token_id": [1, 128803], "pad_token_id": pad}, "c")
+
+
+# ---------------------------------------------------------------- spellings of rotations
+
+YARN = {
+    "factor": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 65536,
+}
+BARE = {k: v for k, v in FLASH.items() if k not in ("rope_scaling", "rope_theta")}
+BARER = {k: v for k, v in BARE.items() if k != "compress_rope_theta"}
+PARTS = {
+    "main": {"rope_type": "default", "rope_theta": 10000},
+    "compress": {"rope_type": "yarn", "rope_theta": 160000} | YARN,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FLASH | {"rope_scaling": {"rope_type": "yarn"} | YARN},
+        FLASH | {"rope_scaling": {"type": "yarn", "rope_type": "yarn"} | YARN},
+        BARE | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000} | YARN},
+        BARE | {"rope_scaling": None, "rope_theta": 10000, "rope_parameters": PARTS},
+        BARER | {"rope_parameters": PARTS},
+        FLASH | {"rope_parameters": PARTS},
+        FLASH | {"rope_parameters": None},
+        FLASH | {"rope_scaling": {"type": "yarn", "attention_factor": 1.0, "mscale": 0} | YARN},
+        FLASH | {"rope_scaling": {"type": "yarn", "partial_rotary_factor": 0.125} | YARN},
+    ],
+    ids=[
+        "rope_type",
+        "both types",
+        "parameters",
+        "null scaling",
+        "parts",
+        "agreeing",
+        "null parameters",
+        "neutral extras",
+        "partial rotary",
+    ],
+)
+def test_rotations_in_every_spelling(config: dict[str, Any]) -> None:
+    expected = {"rope_theta": 10000, "compress_rope_theta": 160000} | YARN
+    assert check_config(config, "c").rope == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"main": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters.main.rope_theta"),
+        ({"compress": PARTS["compress"] | {"factor": 4}}, "rope_parameters.compress.factor"),
+        ({"compress": PARTS["compress"] | {"rope_theta": 10000}}, "compress_rope_theta and rope_"),
+        ({"rope_type": "yarn", "rope_theta": 5e5}, "rope_theta and rope_parameters.rope_theta"),
+    ],
+    ids=["main", "factor", "compress", "flat"],
+)
+def test_spellings_that_disagree(parameters: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"{says}.* disagree"):
+        check_config(FLASH | {"rope_parameters": parameters}, "c")
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"attention_factor": 2.0}, "rope_scaling.attention_factor: expected 1"),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, "rope_scaling.mscale: expected 0"),
+        ({"truncate": False}, "rope_scaling.truncate: expected True"),
+        ({"partial_rotary_factor": 0.5}, "rope_scaling.partial_rotary_factor"),
+        ({"long_factor": [1, 2]}, "rope_scaling.long_factor: expected no such key"),
+        ({"rope_type": "linear"}, "rope_scaling.rope_type: expected 'yarn'"),
+    ],
+)
+def test_keys_that_change_rotations_are_refused(extra: dict[str, Any], says: str) -> None:
+    config = FLASH | {"rope_scaling": {"type": "yarn"} | YARN | extra}
+    with pytest.raises(UnsupportedModelError, match=says):
+        check_config(config, "c")
