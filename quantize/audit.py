@@ -16,6 +16,7 @@ from ds4q.quantize.config import (
     MODEL_TYPE,
     Dims,
     check_config,
+    check_generation,
     has_dspark_keys,
     require_dspark_keys,
 )
@@ -39,6 +40,7 @@ from ds4q.quantize.errors import (
     UnexpectedTensorError,
     UnsupportedModelError,
 )
+from ds4q.quantize.generation import note
 
 Kind = Literal["fp4", "fp8", "bf16", "f16", "f32", "i64", "i32"]
 
@@ -114,6 +116,8 @@ def audit(checkpoint: Checkpoint, *, allow_partial: bool = False) -> Audit:
     if checkpoint.config_raw is None and allow_partial:
         config = {"model_type": MODEL_TYPE}
     dims = check_config(config, config_path, allow_partial=allow_partial)
+    generation = checkpoint.texts.generation_config or {}
+    check_generation(generation, config, checkpoint.folder / "generation_config.json")
     draft, stages = find_draft(checkpoint.tensors, config, checkpoint.folder)
     infos, scales, extra = _sort_out(checkpoint, draft)
     if draft == "dspark" and not allow_partial:
@@ -142,7 +146,10 @@ def audit(checkpoint: Checkpoint, *, allow_partial: bool = False) -> Audit:
         missing=missing,
         missing_keys=list(dims.lacking),
         extra=extra,
-        warnings=checkpoint.warnings + judge.warnings() + _warnings(extra, config, dims, draft),
+        warnings=checkpoint.warnings
+        + judge.warnings()
+        + _warnings(extra, config, dims, draft)
+        + note(generation),
         partial=bool(missing or dims.lacking),
         draft=draft,
         stages=stages,

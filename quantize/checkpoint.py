@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -32,9 +32,9 @@ from ds4q.quantize.errors import (
     IndexMismatchError,
     JsonFileError,
     MissingFileError,
-    ShardNameError,
     SourceReadError,
 )
+from ds4q.quantize.index import INDEX, SUFFIX, parse_index
 from ds4q.quantize.safetensors import (
     MAX_NESTING,
     Entry,
@@ -42,15 +42,13 @@ from ds4q.quantize.safetensors import (
     parse_json,
     pread_exact,
     read_header,
+    refuse_byte_order_mark,
     refuse_lfs_pointer,
 )
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SUFFIX = ".safetensors"
 PREFIX = "model."
 MAX_TEXT_BYTES = 256 << 20  # of config, tokenizer, index: what an artifact's metadata may hold
-MAX_NAME_BYTES = 255
 MAX_READ_BYTES = 1 << 30  # of one system call; Linux stops short of 2 GiB
 GATE_SUFFIX = "ffn.gate.weight"
 
@@ -198,6 +196,10 @@ class Checkpoint:
             self._add_shards(present)
             return
         weight_map, total_size = parse_index(raw_index, self.folder / INDEX)
+        self.warnings += [
+            f"{name} is not named by {INDEX}, and not used"
+            for name in sorted(set(present) - set(weight_map.values()))
+        ]
         named = sorted(set(weight_map.values()))
         # Every shard is looked for before one is opened: a missing file should not cost a read.
         for name in named:
@@ -210,21 +212,22 @@ class Checkpoint:
                     found=f"{len(lost)} tensors without their shard",
                     remedy="download the shard",
                 )
-        stray = sorted(set(present) - set(named))
-        if stray:
-            raise IndexMismatchError(
-                "the index does not name this shard",
-                path=self.folder / stray[0],
-                found=f"{len(stray)} unnamed",
-                remedy="remove a left-over file, or an index of another revision",
-            )
-        self._add_shards(named)
+        self._add_shards(named, weight_map)
         self._compare_index(weight_map, total_size)
 
-    def _add_shards(self, names: Iterable[str]) -> None:
+    def _add_shards(
+        self, names: Iterable[str], weight_map: Mapping[str, str] | None = None
+    ) -> None:
+        """Open shards and take their tensors; an index says which of several copies counts."""
         found: dict[str, SourceTensor] = {}
+        stale: dict[str, list[str]] = {}  # by shard
+        elsewhere: set[str] = set()
         for shard in names:
             for entry in self._open_shard(shard):
+                if weight_map is not None and weight_map.get(entry.name, shard) != shard:
+                    stale.setdefault(shard, []).append(entry.name)
+                    elsewhere.add(entry.name)
+                    continue
                 name = entry.name.removeprefix(PREFIX)
                 at = self.shards[shard].data_offset + entry.start
                 tensor = SourceTensor(
@@ -238,6 +241,22 @@ class Checkpoint:
                         found=f"{twin.raw_name} in {twin.shard}",
                     )
         self.tensors = dict(sorted(found.items()))
+        lost = elsewhere - {tensor.raw_name for tensor in found.values()}
+        if lost and weight_map is not None:
+            name = min(lost)
+            raise IndexMismatchError(
+                "the index maps a tensor to the wrong shard",
+                path=self.folder / INDEX,
+                tensor=name,
+                expected=weight_map[name],
+                found=next(shard for shard, copies in stale.items() if name in copies),
+            )
+        for shard, copies in stale.items():
+            more = f" and {len(copies) - 1} more" if len(copies) > 1 else ""
+            self.warnings.append(
+                f"{shard} holds a copy of {copies[0]}{more} that is not used: {INDEX} names "
+                "another shard"
+            )
 
     def _open_shard(self, name: str) -> list[Entry]:
         path = self.folder / name
@@ -266,20 +285,11 @@ class Checkpoint:
         path = self.folder / INDEX
         held = {t.raw_name: t for t in self.tensors.values()}
         for name in sorted(weight_map):
-            tensor, shard = held.get(name), weight_map[name]
-            if tensor is None:
+            if name not in held:
                 raise IndexMismatchError(
-                    f"the index maps a tensor to {shard}, which does not hold it",
+                    f"the index maps a tensor to {weight_map[name]}, which does not hold it",
                     path=path,
                     tensor=name,
-                )
-            if tensor.shard != shard:
-                raise IndexMismatchError(
-                    "the index maps a tensor to the wrong shard",
-                    path=path,
-                    tensor=name,
-                    expected=shard,
-                    found=tensor.shard,
                 )
         for name in held:
             if name not in weight_map:
@@ -414,34 +424,6 @@ class Checkpoint:
         return hasher.hexdigest()
 
 
-def parse_index(raw: bytes, path: Path) -> tuple[dict[str, str], int | None]:
-    """``weight_map`` with every shard name checked, and ``total_size`` where it is given."""
-    index = parse_json(raw, path)
-    weight_map, metadata = index.get("weight_map"), index.get("metadata", {})
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise JsonFileError("weight_map must be an object that names tensors", path=path)
-    checked: set[str] = set()
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or shard not in checked:
-            check_shard_name(shard, path, name)
-            checked.add(shard)
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return weight_map, int(total) if isinstance(total, (int, float)) else None
-
-
-def check_shard_name(shard: Any, path: object, tensor: str) -> None:
-    """Refuse what is not a plain file name; where a link of that name leads does not matter."""
-    if (
-        not isinstance(shard, str)
-        or not shard.endswith(SUFFIX)
-        or not shard.isprintable()
-        or len(shard.encode()) > MAX_NAME_BYTES
-        or "/" in shard
-        or "\\" in shard
-    ):
-        raise ShardNameError(path=path, tensor=tensor, found=repr(shard))
-
-
 def read_text(path: Path) -> bytes | None:
     """The bytes of a small file; None where it does not exist. A git-lfs pointer is refused."""
     try:
@@ -468,6 +450,7 @@ def read_text(path: Path) -> bytes | None:
 
 
 def _utf8(raw: bytes, path: Path) -> str:
+    refuse_byte_order_mark(raw, path)
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

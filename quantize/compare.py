@@ -34,7 +34,7 @@ from ds4q.artifact.types import RAW, ROCMFPX, TYPES, TensorType
 from ds4q.artifact.walk import TensorVisitor
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
-from ds4q.quantize.config import check_config
+from ds4q.quantize.config import check_config, check_generation
 from ds4q.quantize.convert import Encoding, add_errors, comparable, compare
 from ds4q.quantize.deepseek4 import Inventory, classify, find_draft
 from ds4q.quantize.encoding import KEY, encoding_in
@@ -80,6 +80,9 @@ def check_inventory(reader: Reader, check: Check) -> None:
         config = {"model_type": "deepseek_v4"}
     try:
         dims = check_config(config, reader.path, allow_partial=partial)
+        generation = reader.metadata.get("generation_config")
+        if isinstance(generation, dict):
+            check_generation(generation, config, reader.path, "generation_config.")
         draft, stages = find_draft(reader.tensors, config)
         inventory = Inventory(dims, draft, stages)
     except SourceError as error:

@@ -99,7 +99,7 @@ class Dims:
     ratios: tuple[int, ...] | None
     fp8_block: tuple[int, int] | None
     lacking: tuple[str, ...]
-    rope: Mapping[str, float]
+    rope: dict[str, Any]
 
 
 def check_config(config: dict[str, Any], path: object, *, allow_partial: bool = False) -> Dims:
@@ -162,6 +162,14 @@ def check_token_ids(
                 + (", or a list of them" if key == "eos_token_id" else ""),
                 found=repr(given)[:80],
             )
+
+
+def check_generation(
+    generation: Mapping[str, Any], config: Mapping[str, Any], path: object, prefix: str = ""
+) -> None:
+    """Refuse special tokens of a generation_config that the model of ``config`` does not have."""
+    given = {key: value for key, value in generation.items() if value is not None}
+    check_token_ids(given, config.get("vocab_size"), path, prefix)
 
 
 def require_dspark_keys(config: dict[str, Any], path: object) -> None:
@@ -260,7 +268,7 @@ def _check_dspark(config: dict[str, Any], path: object) -> None:
 
 
 def _dims(
-    config: dict[str, Any], path: object, lacking: tuple[str, ...], rope: Mapping[str, float]
+    config: dict[str, Any], path: object, lacking: tuple[str, ...], rope: dict[str, Any]
 ) -> Dims:
     def size(*keys: str) -> int | None:
         values = [config.get(key) for key in keys]

@@ -112,7 +112,9 @@ class ShardNameError(SourceError):
     """A shard name in the index that could lead out of the folder."""
 
     rule = "unsafe shard name"
-    cure = "shard names must be plain file names that end in .safetensors"
+    cure = (
+        "shard names must be files in the checkpoint's folder or below it, ending in .safetensors"
+    )
 
 
 class IndexMismatchError(SourceError):

@@ -7,6 +7,7 @@ Nothing is allocated from a length that has not been compared with the file's si
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -141,11 +142,25 @@ def _finite(text: str) -> float:
     return value
 
 
+def refuse_byte_order_mark(
+    raw: bytes, path: object, error: type[SourceError] = JsonFileError
+) -> None:
+    """Refuse a text that an editor has saved in another encoding, or with a mark of its own."""
+    if raw.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise error(
+            f"{error.rule}: it begins with a byte-order mark",
+            path=path,
+            found=raw[:3].hex(" "),
+            remedy="save it as UTF-8 without a byte-order mark (BOM), as JSON has none",
+        )
+
+
 def parse_json(
     raw: bytes, path: object, error: type[SourceError] = JsonFileError, hook: Any = _unique
 ) -> dict[str, Any]:
     """One strict JSON object: UTF-8, no key twice, no NaN or infinity, no lone surrogate."""
     what = f"{error.rule}: "
+    refuse_byte_order_mark(raw, path, error)
     try:
         text = raw.decode("utf-8")
         parsed = json.loads(

@@ -107,9 +107,12 @@ def parse_config(config: Mapping[str, Any], *, path: object = None) -> ModelConf
         raise ConfigError(
             error.what, path=path, expected=error.expected, found=error.found
         ) from error
-    values = {name: config[name] for name in ModelConfig.__annotations__ if name in config}
+    values: dict[str, Any] = {
+        name: config[name] for name in ModelConfig.__annotations__ if name in config
+    }
     values |= {name: dims.rope[name] for name in BASES}
     yarn = {name: dims.rope[name] for name in Yarn.__annotations__}
     # Entries past the hidden layers belong to draft stages.
     ratios = tuple(config["compress_ratios"][: config["num_hidden_layers"]])
-    return ModelConfig(**(values | {"rope_scaling": Yarn(**yarn), "compress_ratios": ratios}))
+    values |= {"rope_scaling": Yarn(**yarn), "compress_ratios": ratios}
+    return ModelConfig(**{name: values[name] for name in ModelConfig.__annotations__})

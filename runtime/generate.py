@@ -6,6 +6,7 @@ limit. Times are those of the model and the sampler, not of whoever takes the to
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -254,9 +255,13 @@ def stop_ids(metadata: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozen
         if found is not None:
             break
     ids = [DEFAULT_EOS] if found is None else found if isinstance(found, list) else [found]
-    if any(type(token) is not int or token < 0 for token in ids):
+    vocab = metadata_object(metadata, "config").get("vocab_size")
+    below = vocab if type(vocab) is int else math.inf
+    if any(type(token) is not int or not 0 <= token < below for token in ids):
         raise ConfigError(
-            f"{key} key eos_token_id", expected="a token id or a list of them", found=repr(found)
+            f"{key} key eos_token_id",
+            expected=f"a token id below {below}, or a list of them",
+            found=repr(found)[:80],
         )
     controls = tokenizer.controls if tokenizer else {}
     openers = (controls[text] for text in (BOS, USER, ASSISTANT) if text in controls)

@@ -85,7 +85,10 @@ def check_finite(logits: npt.NDArray[np.floating[Any]]) -> None:
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """``temperature`` and ``top_p`` of a generation_config.json; 1.0 where it has none."""
+    """``temperature`` and ``top_p`` of a generation_config.json; 1.0 where it has none.
+
+    ``do_sample: false`` is temperature 0.
+    """
     values: dict[str, float] = {}
     for key in ("temperature", "top_p"):
         value = generation_config.get(key)
@@ -94,4 +97,10 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
                 f"generation_config key {key}", expected="a number", found=repr(value)
             )
         values[key] = 1.0 if value is None else float(value)
+    sampled = generation_config.get("do_sample")
+    if sampled is not None and not isinstance(sampled, bool):
+        what = "generation_config key do_sample"
+        raise SamplingError(what, expected="true or false", found=repr(sampled)[:80])
+    if sampled is False:
+        values["temperature"] = 0.0
     return values

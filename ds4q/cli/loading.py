@@ -51,11 +51,14 @@ class Loading:
     kv_type: KvType
 
     def metadata(self) -> Mapping[str, Any]:
-        """The artifact's metadata; warns of what its reader does."""
+        """The artifact's metadata; warns of what its reader does, and of what is not applied."""
         from ds4q.artifact.hfq import Reader
+        from ds4q.quantize.generation import note
 
         with Reader(self.file) as reader:
-            warn_of([f"{self.file}: {warning}" for warning in reader.warnings])
+            generation = reader.metadata.get("generation_config")
+            odd = note(generation) if isinstance(generation, dict) else []
+            warn_of([f"{self.file}: {warning}" for warning in (*reader.warnings, *odd)])
             return reader.metadata
 
     def check(self) -> None:

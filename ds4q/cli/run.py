@@ -177,6 +177,7 @@ def command(
         raise click.UsageError("--raw, --json and --stats need a prompt: -p, or text in stdin")
     loading = model.loading(file, quiet=quiet)
 
+    from ds4q.quantize.generation import not_applied
     from ds4q.runtime.generate import metadata_object, room_after, stop_ids
     from ds4q.runtime.serve.conversation import ChatFormat, Manner
     from ds4q.runtime.text.chat import encode_raw
@@ -191,7 +192,8 @@ def command(
     manner = Manner(max_tokens, *drawn, stops, ignore_eos)
     config = metadata_object(metadata, "config")
     vocabulary, context = _size(config, "vocab_size"), _size(config, "max_position_embeddings")
-    telling = _Telling(think, as_json, stats, quiet, verbose)
+    unused = tuple(not_applied(metadata_object(metadata, "generation_config")))
+    telling = _Telling(think, as_json, stats, quiet, verbose, unused)
     ids = prompt_ids
     if not ids:
         tokenizer = _required(tokenizer, file)
@@ -218,6 +220,7 @@ class _Telling:
     stats: Path | None
     quiet: bool
     verbose: bool
+    not_applied: tuple[str, ...]  # of the model's generation_config
 
 
 def _generate(
@@ -256,6 +259,7 @@ def _generate(
             generation.end()
         cache = cache_report(engine.cache_counters(), loading.cache, generation.rates())
     report = _report(generation, sampler, load_s, cache)
+    report["sampling"]["not_applied"] = list(telling.not_applied)
     report |= {"device": where, "kv_type": loading.kv_type}
     if telling.as_json:
         answer = _answer(generation, has_text=tokenizer is not None, thinking=telling.thinking)

@@ -240,9 +240,60 @@ def test_tensor_that_the_index_does_not_name_is_refused(good: Path) -> None:
         open_partial(good)
 
 
-def test_index_of_another_revision_is_refused(good: Path) -> None:
-    shutil.copy(good / ONE, good / "model-00003-of-00003.safetensors")
-    with pytest.raises(IndexMismatchError, match=r"model-00003-of-00003.*does not name this shard"):
+@pytest.mark.parametrize("name", ["model-00003-of-00003.safetensors", "model.safetensors"])
+def test_a_shard_that_the_index_does_not_name_is_not_used(good: Path, name: str) -> None:
+    """Not even opened: a left-over may be cut, or of another revision."""
+    (good / name).write_bytes(b"half a download")
+    with open_partial(good) as checkpoint:
+        assert name not in checkpoint.shards
+        assert f"{name} is not named by {module.INDEX}, and not used" in checkpoint.warnings
+        assert len(checkpoint.tensors) == 15
+
+
+def test_the_index_says_which_copy_counts(good: Path) -> None:
+    """A stale copy in another shard, of other bytes and even another shape, is named, not read."""
+    with open_partial(good) as checkpoint:
+        expected = checkpoint.read(checkpoint.tensors[W1]).tobytes()
+    listing = {W1: ("I8", (1, 16)), "norm.weight": ("BF16", (8,))}
+    write_shard(good / "a-first.safetensors", listing)
+    weight_map = index_of(good)
+    write_index(good, weight_map | {"norm.weight": "a-first.safetensors"})
+    with open_partial(good) as checkpoint:
+        assert checkpoint.tensors[W1].shard == weight_map[W1]
+        assert checkpoint.read(checkpoint.tensors[W1]).tobytes() == expected
+        assert checkpoint.tensors["norm.weight"].shard == "a-first.safetensors"
+        (told,) = [text for text in checkpoint.warnings if "copy of" in text]
+        assert told.startswith(f"a-first.safetensors holds a copy of {W1} that is not used")
+
+
+@pytest.mark.parametrize("written", ["sub/one.safetensors", "./sub/one.safetensors"])
+def test_shards_may_lie_in_folders_below(good: Path, written: str) -> None:
+    (good / "sub").mkdir()
+    (good / ONE).rename(good / "sub" / "one.safetensors")
+    (good / "sub" / "not-named.safetensors").write_bytes(b"")
+    moved = {name: written if shard == ONE else shard for name, shard in index_of(good).items()}
+    write_index(good, moved)
+    with open_partial(good) as checkpoint:
+        assert sorted(checkpoint.shards) == sorted([TWO, "sub/one.safetensors"])
+        checkpoint.read(checkpoint.tensors[W1])
+        checkpoint.check_unchanged()
+
+
+@pytest.mark.parametrize("metadata", [{}, {"__metadata__": {"format": "pt", "x": "y" * 100_000}}])
+def test_a_shard_without_tensors_is_legal(good: Path, metadata: dict[str, dict[str, str]]) -> None:
+    (good / module.INDEX).unlink()
+    (good / "empty.safetensors").write_bytes(shard_bytes(json.dumps(metadata)))
+    with open_partial(good) as checkpoint:
+        assert len(checkpoint.tensors) == 15
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", module.INDEX])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_refused_with_what_to_do(good: Path, name: str, encoding: str) -> None:
+    path = good / name
+    text = path.read_text() if path.exists() else "{}"
+    path.write_bytes(text.encode(encoding))
+    with pytest.raises(SourceError, match=f"{name}: .*byte-order mark.*; save it as UTF-8 without"):
         open_partial(good)
 
 
@@ -253,7 +304,11 @@ def test_index_of_another_revision_is_refused(good: Path) -> None:
         "/etc/hostname",
         "/etc/x.safetensors",
         "sub/../../x.safetensors",
-        "sub/x.safetensors",
+        "sub/../x.safetensors",
+        "sub//x.safetensors",
+        "././x.safetensors",
+        "/".join("abcdefgh") + "/x.safetensors",
+        "sub/" + "x" * 300 + ".safetensors",
         "a\0b.safetensors",
         "..\\x.safetensors",
         "a\nb.safetensors",

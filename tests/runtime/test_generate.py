@@ -280,6 +280,7 @@ def test_stop_tokens_of_the_tiny_model(tokenizer: Tokenizer) -> None:
         ({"generation_config": {"eos_token_id": [7, 9]}}, {7, 9}),
         ({"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": 5}}, {5}),
         ({"generation_config": {"eos_token_id": 0}}, {0}),
+        ({"config": {"eos_token_id": [5, 6], "vocab_size": 7}}, {5, 6}),
     ],
 )
 def test_end_of_sequence_ids(metadata: dict[str, Any], expected: set[int]) -> None:

@@ -179,3 +179,12 @@ def test_defaults_come_from_the_generation_config() -> None:
 def test_defaults_of_another_type_are_refused(value: Any) -> None:
     with pytest.raises(SamplingError, match="generation_config key top_p"):
         sampling_defaults({"top_p": value})
+
+
+def test_no_sampling_is_temperature_0() -> None:
+    """As transformers reads it, whatever the temperature beside it."""
+    assert sampling_defaults({"do_sample": False, "temperature": 0.6})["temperature"] == 0
+    assert sampling_defaults({"do_sample": True, "temperature": 0.6})["temperature"] == 0.6
+    assert sampling_defaults({"do_sample": None})["temperature"] == 1
+    with pytest.raises(SamplingError, match="generation_config key do_sample"):
+        sampling_defaults({"do_sample": "no"})

@@ -46,6 +46,7 @@ def dims(**changes: Any) -> Dims:
         ratios=None,
         fp8_block=None,
         lacking=(),
+        rope={},
     )
 
 
