@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from ds4q.quantize import checkpoint as module
 from ds4q.quantize.checkpoint import Checkpoint, ShardInfo
 from ds4q.quantize.errors import (
     ChangedSourceError,
@@ -29,6 +28,7 @@ from ds4q.quantize.errors import (
     SourceError,
     SourceReadError,
 )
+from ds4q.quantize.index import INDEX
 from tests.quantize.builders import (
     RANDOM,
     TINY,
@@ -159,7 +159,7 @@ def test_folder_in_place_of_a_shard_is_refused(good: Path) -> None:
         open_partial(good)
 
 
-@pytest.mark.parametrize("name", [ONE, "config.json", "tokenizer.json", module.INDEX])
+@pytest.mark.parametrize("name", [ONE, "config.json", "tokenizer.json", INDEX])
 def test_lfs_pointer_is_named_wherever_it_stands(good: Path, name: str) -> None:
     (good / name).write_bytes(POINTER)
     with pytest.raises(LfsPointerError, match=f"{name}.*git-lfs pointer.*git lfs pull"):
@@ -222,13 +222,11 @@ def test_sound_index_opens(cases_dir: Path) -> None:
 
 def test_wrong_total_is_a_warning_with_both_numbers(cases_dir: Path) -> None:
     with Checkpoint.open(cases_dir / "c05_wrong_total") as checkpoint:
-        assert f"{module.INDEX}: total_size is 1, the shards hold 36050 bytes" in (
-            checkpoint.warnings
-        )
+        assert f"{INDEX}: total_size is 1, the shards hold 36050 bytes" in (checkpoint.warnings)
 
 
 def index_of(folder: Path) -> dict[str, Any]:
-    weight_map: dict[str, Any] = json.loads((folder / module.INDEX).read_text())["weight_map"]
+    weight_map: dict[str, Any] = json.loads((folder / INDEX).read_text())["weight_map"]
     return weight_map
 
 
@@ -246,7 +244,7 @@ def test_a_shard_that_the_index_does_not_name_is_not_used(good: Path, name: str)
     (good / name).write_bytes(b"half a download")
     with open_partial(good) as checkpoint:
         assert name not in checkpoint.shards
-        assert f"{name} is not named by {module.INDEX}, and not used" in checkpoint.warnings
+        assert f"{name} is not named by {INDEX}, and not used" in checkpoint.warnings
         assert len(checkpoint.tensors) == 15
 
 
@@ -281,13 +279,13 @@ def test_shards_may_lie_in_folders_below(good: Path, written: str) -> None:
 
 @pytest.mark.parametrize("metadata", [{}, {"__metadata__": {"format": "pt", "x": "y" * 100_000}}])
 def test_a_shard_without_tensors_is_legal(good: Path, metadata: dict[str, dict[str, str]]) -> None:
-    (good / module.INDEX).unlink()
+    (good / INDEX).unlink()
     (good / "empty.safetensors").write_bytes(shard_bytes(json.dumps(metadata)))
     with open_partial(good) as checkpoint:
         assert len(checkpoint.tensors) == 15
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", module.INDEX])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX])
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_a_byte_order_mark_is_refused_with_what_to_do(good: Path, name: str, encoding: str) -> None:
     path = good / name
@@ -331,13 +329,13 @@ def test_unsafe_shard_name_is_refused_before_anything_is_opened(
     opened = record(monkeypatch, "open", lambda path, *args: Path(path).name)
     with pytest.raises(ShardNameError, match=f"{W1}.*unsafe shard name"):
         open_partial(good)
-    assert opened == [module.INDEX]
+    assert opened == [INDEX]
 
 
 @pytest.mark.parametrize("text", ['{"weight_map":[]}', '{"weight_map":{}}', "{}", "null"])
 def test_index_without_a_map_is_refused(good: Path, text: str) -> None:
-    (good / module.INDEX).write_text(text)
-    with pytest.raises(JsonFileError, match=module.INDEX):
+    (good / INDEX).write_text(text)
+    with pytest.raises(JsonFileError, match=INDEX):
         open_partial(good)
 
 
@@ -346,7 +344,7 @@ def test_index_without_a_map_is_refused(good: Path, text: str) -> None:
 )
 def test_total_size_may_be_absent_or_a_float(good: Path, metadata: str) -> None:
     text = json.dumps({"weight_map": index_of(good)})
-    (good / module.INDEX).write_text(f'{{"metadata":{metadata},{text[1:]}')
+    (good / INDEX).write_text(f'{{"metadata":{metadata},{text[1:]}')
     with Checkpoint.open(good) as checkpoint:
         assert not any("total_size" in text for text in checkpoint.warnings)
 
@@ -370,7 +368,7 @@ def test_dangling_link_is_a_missing_shard(good: Path) -> None:
     (good / ONE).symlink_to("../blobs/gone")
     with pytest.raises(IndexMismatchError, match=f"{ONE}.*not there"):
         open_partial(good)
-    (good / module.INDEX).unlink()
+    (good / INDEX).unlink()
     with pytest.raises(MissingFileError, match=ONE):
         open_partial(good)
 
@@ -379,13 +377,13 @@ def test_dangling_link_is_a_missing_shard(good: Path) -> None:
 
 
 def test_without_index_all_shards_are_read(good: Path) -> None:
-    (good / module.INDEX).unlink()
+    (good / INDEX).unlink()
     with Checkpoint.open(good) as checkpoint:
         assert len(checkpoint.tensors) == 15
 
 
 def test_without_index_the_names_tell_how_many_there_must_be(good: Path) -> None:
-    (good / module.INDEX).unlink()
+    (good / INDEX).unlink()
     (good / ONE).unlink()
     with pytest.raises(MissingFileError, match=f"{ONE}: shard is missing"):
         Checkpoint.open(good)
@@ -395,7 +393,7 @@ def test_without_index_the_names_tell_how_many_there_must_be(good: Path) -> None
 
 
 def test_tensor_in_two_shards_is_refused(good: Path) -> None:
-    (good / module.INDEX).unlink()
+    (good / INDEX).unlink()
     write_shard(good / "model-extra.safetensors", {W1: ("I8", (4, 128))})
     with pytest.raises(DuplicateNameError, match=f"{W1}: tensor name appears twice: found {W1}"):
         open_partial(good)
@@ -554,7 +552,7 @@ def test_fingerprint_is_the_documented_digest(good: Path) -> None:
     gate = "layers.0.ffn.gate.weight"
     data = np.arange(64, dtype=np.uint8).tobytes()
     header = f'{{"{gate}":{{"dtype":"BF16","shape":[2,16],"data_offsets":[0,64]}}}}'
-    (good / module.INDEX).unlink()
+    (good / INDEX).unlink()
     (good / "gate.safetensors").write_bytes(shard_bytes(header, data))
     listing[gate] = ("BF16", (2, 16))
     document = {
