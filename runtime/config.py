@@ -107,12 +107,10 @@ def parse_config(config: Mapping[str, Any], *, path: object = None) -> ModelConf
         raise ConfigError(
             error.what, path=path, expected=error.expected, found=error.found
         ) from error
-    values: dict[str, Any] = {
-        name: config[name] for name in ModelConfig.__annotations__ if name in config
-    }
-    values |= {name: dims.rope[name] for name in BASES}
-    yarn = {name: dims.rope[name] for name in Yarn.__annotations__}
+    names = [name for name in ModelConfig.__annotations__ if name != "run_layers"]
+    values: dict[str, Any] = dict(config) | {name: dims.rope[name] for name in BASES}
+    yarn: dict[str, Any] = {name: dims.rope[name] for name in Yarn.__annotations__}
     # Entries past the hidden layers belong to draft stages.
-    ratios = tuple(config["compress_ratios"][: config["num_hidden_layers"]])
-    values |= {"rope_scaling": Yarn(**yarn), "compress_ratios": ratios}
-    return ModelConfig(**{name: values[name] for name in ModelConfig.__annotations__})
+    values["compress_ratios"] = tuple(config["compress_ratios"][: config["num_hidden_layers"]])
+    values["rope_scaling"] = Yarn(**yarn)
+    return ModelConfig(**{name: values[name] for name in names})

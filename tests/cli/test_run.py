@@ -401,7 +401,24 @@ def test_sampling_options_win_over_the_file(artifact: str, answer: Answer) -> No
     answer(EOS)
     options = ["--temp", "0", "--top-p", "0.5", "--seed", "9"]
     document = json.loads(run(artifact, "-p", "hi", *options, "--json").stdout)
-    assert document["sampling"] == {"temperature": 0.0, "top_p": 0.5, "seed": 9}
+    assert document["sampling"] == {
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "seed": 9,
+        "not_applied": [],
+    }
+
+
+def test_settings_of_the_file_that_are_not_applied_are_named(
+    tmp_path: Path, metadata: dict[str, Any], answer: Answer
+) -> None:
+    metadata["generation_config"] |= {"top_k": 20, "repetition_penalty": 1.05, "min_p": 0}
+    file = str(write_artifact(tmp_path / "m.hfq", metadata))
+    answer(EOS)
+    result = run(file, "-p", "hi", "--json")
+    expected = ["repetition_penalty 1.05", "top_k 20"]
+    assert json.loads(result.stdout)["sampling"]["not_applied"] == expected
+    assert result.stderr.count(f"settings are not applied: {', '.join(expected)}") == 1
 
 
 def test_each_run_draws_its_own_seed(artifact: str, answer: Answer) -> None:
