@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 from ds4q.artifact.stops import Terminated
 from ds4q.cli import main
 from ds4q.cli.run import DEFAULT_MAX_TOKENS
+from ds4q.runtime.engine import checked_config
 
 DS4Q = [sys.executable, "-m", "ds4q"]
 TINY = Path(__file__).parents[1] / "data" / "ds4-tiny"
@@ -116,6 +117,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
         engine = Engine(answers)
         module = types.ModuleType("ds4q.runtime.engine")
         module.Engine = engine  # type: ignore[attr-defined]
+        module.checked_config = checked_config  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ds4q.runtime.engine", module)
         return engine
 
