@@ -22,7 +22,7 @@ from pathlib import Path
 from ds4q.artifact import stops
 from ds4q.artifact.errors import Ds4qError
 
-HEAD_BYTES = 4096  # of a file, for recognising it
+HEAD_BYTES = 136 << 10  # of a file, for recognizing it: enough for one zstd block
 
 _AT_FDCWD = -100  # linux/fcntl.h
 _RENAME_NOREPLACE = 1  # linux/fs.h
@@ -173,7 +173,8 @@ def claim(
         else:
             return status
     finally:
-        os.close(fd)
+        with suppress(OSError):  # nothing was written
+            os.close(fd)
     raise ForeignFileError(path=path, found=found)
 
 
@@ -261,29 +262,49 @@ def create(path: Path, data: bytes, *, mode: int = 0o666) -> int:
     Raises ``FileExistsError`` where the name is taken by anything.
     """
     fd = _open_nameless(path.parent, mode)
-    named = fd is None
-    if fd is None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-        if not named:
+    if fd is not None:
+        try:
+            _write(fd, data)
             # A directory descriptor makes Python call linkat, which can follow the link in /proc.
             os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
-    except BaseException:
+            return fd
+        except BaseException as error:
+            os.close(fd)
+            offered = not isinstance(error, OSError) or error.errno not in (
+                *_NOT_OFFERED,
+                errno.ENOENT,
+                errno.EXDEV,
+            )
+            if offered:
+                _name(error, path)
+                raise
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        _write(fd, data)
+    except BaseException as error:
         os.close(fd)
-        if named:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        _name(error, path)
         raise
     return fd
 
 
+def _name(error: BaseException, path: Path) -> None:
+    """Have an error of the system name the file that it is about."""
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = str(path)
+
+
+def _write(fd: int, data: bytes) -> None:
+    """Write all of ``data``, durably."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.fsync(fd)
+
+
 def _open_nameless(folder: Path, mode: int) -> int | None:
-    """A file without a name; None where the file system, or ``/proc``, does not offer that."""
-    if not os.path.isdir("/proc/self/fd"):
-        return None
+    """A file without a name; None where the file system does not offer that."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode)
     except OSError as error:

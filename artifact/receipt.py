@@ -31,6 +31,8 @@ SUFFIX = ".receipt"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 MAX_RECEIPT_BYTES = 64 << 20  # compressed and not
 SATURATED = "saturated_blocks"  # the event of a block outside the range of its type
+_BEGINNING = b'{"file_bytes":'  # of the canonical JSON
+_MAX_WINDOW_BYTES = 8 << 20  # level 9 takes 4 MiB
 _LEVEL = 9
 _STEP_BYTES = 1024
 _CUT_REMEDY = "copy it again from where the artifact came from, or remove it to go without digests"
@@ -121,6 +123,17 @@ def read_receipt(path: str | os.PathLike[str]) -> Receipt:
     if version == FORMAT and document.setdefault("imatrix_sha256", "") != "":
         raise _fail(path, f"{FORMAT} has no imatrix_sha256")
     return _build(document, path, imatrix=version == FORMAT_IMATRIX)
+
+
+def is_receipt(head: bytes) -> bool:
+    """Whether a file that begins so is a receipt: a zstd frame of a document of that kind."""
+    if not head.startswith(ZSTD_MAGIC):
+        return False
+    try:
+        unpacker = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+        return unpacker.stream_reader(head).read(len(_BEGINNING)) == _BEGINNING
+    except zstandard.ZstdError:
+        return False
 
 
 def _read_file(path: str | os.PathLike[str]) -> bytes:

@@ -1,7 +1,7 @@
-"""Owns writing an HFQ file: planned layout, the partial file, and atomic publishing.
+"""Writing an HFQ file: its planned layout, and the partial file in which an output grows.
 
 Every offset is known before the first byte moves, so workers write disjoint ranges in any order and
-the bytes do not depend on it. Nothing stands at the final name before ``publish``.
+the bytes do not depend on it. No file has the final name before ``publish``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 import os
 import secrets
 import socket
+import stat
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,19 @@ from ds4q.artifact.errors import (
     IndexFieldError,
     MetadataError,
 )
-from ds4q.artifact.files import NotRegularError, TooLongError, named, read_small
-from ds4q.artifact.files import fsync_folder as fsync_folder
+from ds4q.artifact.files import (
+    ForeignFileError,
+    NotRegularError,
+    Recognize,
+    TooLongError,
+    claim,
+    create,
+    file_kind,
+    fsync_folder,
+    named,
+    publish,
+    read_small,
+)
 from ds4q.artifact.hfq import (
     ALIGNMENT,
     ENTRY_HEAD,
@@ -52,6 +64,7 @@ from ds4q.artifact.types import check_entry, type_of
 
 U8 = npt.NDArray[np.uint8]
 PARTIAL_SUFFIX = ".partial"
+UNFINISHED = b"ds4q.unfinished\n"
 
 
 class WriteError(Ds4qError):
@@ -169,23 +182,6 @@ def layout(tensors: Sequence[TensorSpec], metadata_bytes: int, *, arch_id: int) 
     return Layout(header, index, tuple(entries), data_offset, at)
 
 
-def write_durably(path: Path, data: bytes, *, new: bool = False) -> None:
-    """Write ``data`` to ``path`` and force it to the disk; not atomic.
-
-    ``new`` refuses a path that exists, with ``FileExistsError``.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if new else os.O_TRUNC)
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    with named(path):
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
 # What a file system answers that has no flock: old Lustre and NFS mounts, some of FUSE.
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
 _LOCK_BYTES = 1024
@@ -231,7 +227,7 @@ class FileLock:
         while True:
             with stops.held():
                 try:
-                    write_durably(file, _holder(os.getpid()), new=True)
+                    os.close(create(file, _holder(os.getpid())))
                     self._file = file
                     return
                 except FileExistsError:
@@ -292,41 +288,96 @@ def _remove_stale(file: Path) -> bool:
 class PartialFile:
     """``NAME.partial`` beside the output, locked against a second writer.
 
-    The name is fixed so that a resumed job finds it. Writes are positioned and complete; every
-    failed system call surfaces as ``OSError`` of the caller.
+    The name is fixed so that a resumed job finds it. From the moment at which the name exists the
+    file begins with ``mark``, by which a later run recognizes it. Writes are positioned and
+    complete; every failed system call raises ``OSError``.
 
-    Raises ``LockedError`` where another process holds the file.
+    Parameters
+    ----------
+    final : the name that the finished file gets
+    mark : how an unfinished file of this kind begins
+    recognize : how else one may begin, once the mark was overwritten
+    inputs : files that the job reads
+
+    Raises
+    ------
+    LockedError : another process holds the file
+    ForeignFileError : the name is taken by something that ds4q did not write
     """
 
-    def __init__(self, final: Path, file_bytes: int) -> None:
-        """Open or create the partial file and lock it; its content stays as it is."""
+    def __init__(
+        self,
+        final: Path,
+        file_bytes: int,
+        *,
+        mark: bytes = UNFINISHED,
+        recognize: Recognize = lambda head: False,
+        inputs: Sequence[os.stat_result] = (),
+    ) -> None:
         self.final = final
         self.path = final.with_name(final.name + PARTIAL_SUFFIX)
         self.file_bytes = file_bytes
-        # Not through a link: somebody could lead the bytes of a shared folder elsewhere.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = -1
+        self._mark = mark
         with stops.held():
-            try:
-                self.fd, made = os.open(self.path, flags | os.O_EXCL, 0o666), True
-            except FileExistsError:
-                self.fd, made = os.open(self.path, flags, 0o666), False
-            try:
-                self._lock = FileLock(self.fd, self.path)
-                # The holder may have given the file its final name between our open and our lock.
-                if not self._has_name():
-                    self._lock.release()
-                    raise LockedError(path=self.path)
-            except BaseException as error:
-                os.close(self.fd)
-                if made and not isinstance(error, LockedError):
-                    with suppress(OSError):
-                        self.path.unlink(missing_ok=True)
-                raise
+            while self.fd < 0:
+                try:
+                    self._open(lambda head: head.startswith(mark) or recognize(head), inputs)
+                except FileNotFoundError:
+                    self._create()
 
-    def _has_name(self) -> bool:
-        with suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
-        return False
+    def _create(self) -> None:
+        """Make a file with the mark and lock it, or nothing; another process may be faster."""
+        try:
+            self.fd = create(self.path, self._mark)
+        except FileExistsError:
+            return
+        try:
+            self._lock = FileLock(self.fd, self.path)
+        except LockedError:
+            os.close(self.fd)
+            self.fd = -1
+            raise
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            os.close(self.fd)
+            self.fd = -1
+            raise
+
+    def _open(self, recognize: Recognize, inputs: Sequence[os.stat_result]) -> None:
+        """Lock the file that is there, then prove that it is ds4q's own."""
+        status = self.path.lstat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe or a device must not even be opened
+            raise ForeignFileError(path=self.path, found=file_kind(status.st_mode))
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(self.path, flags)
+        try:
+            lock = FileLock(fd, self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd, self._lock = fd, lock
+        try:
+            # The holder may have given the file its final name between our open and our lock.
+            if not self._has_its_name():
+                raise LockedError(path=self.path)
+            if claim(self.path, recognize, inputs=inputs) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        except BaseException:
+            self.close()
+            raise
+
+    def _has_its_name(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self.fd), self.path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def reset(self) -> None:
+        """Give up what was written: the file holds the mark alone, as a new one does."""
+        if os.pread(self.fd, len(self._mark) + 1, 0) != self._mark:
+            self.pwrite(self._mark, 0)
+            os.ftruncate(self.fd, len(self._mark))
 
     def allocate(self) -> None:
         """Give the file its final length; bytes that were not written read as zeros."""
@@ -368,7 +419,17 @@ class PartialFile:
             with suppress(OSError):
                 os.close(fd)
 
+    def publish(self, *, replace: bool | Callable[[Path], bool] = False) -> None:
+        """Give the synced file its final name, durably; see ``files.publish``."""
+        if not self._has_its_name():
+            raise WriteError(
+                "the unfinished file was moved or replaced by another program", path=self.path
+            )
+        publish(self.path, self.final, replace=replace)
+        fsync_folder(self.final.parent)
+
     def discard(self) -> None:
-        """Remove the partial file."""
-        self.path.unlink(missing_ok=True)
+        """Remove the partial file, unless another file has its name by now."""
+        if self.fd >= 0 and self._has_its_name():
+            self.path.unlink(missing_ok=True)
         self.close()

@@ -33,8 +33,9 @@ from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
 from ds4q.quantize.export import export as export  # one of the functions of this module
 from ds4q.quantize.imatrix import Imatrix, read_imatrix
-from ds4q.quantize.job import Job, OutputPlaceError, SpaceError, Summary
+from ds4q.quantize.job import Job, SpaceError, Summary
 from ds4q.quantize.measure import ErrorSums
+from ds4q.quantize.outputs import OutputPlaceError
 from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_path
 from ds4q.quantize.recipe import Recipe, find_recipe
 
@@ -141,7 +142,7 @@ def quantize(
         inputs = imatrix, recipe if wish.is_file else None
         read = tuple(Path(each) for each in inputs if each is not None)
         job = Job(checkpoint, audited, plan, choice.budget, read, resume=resume, force=force)
-        finished = job.finished_earlier()
+        finished = job.finished_earlier(progress)
         if finished is not None:
             return finished
         _preflight(job, warn if dry_run else None)

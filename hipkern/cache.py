@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import signal
 import subprocess
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import xxhash
 
+from ds4q.artifact.files import write_whole
 from ds4q.artifact.writer import FileLock
 from ds4q.hipkern.errors import HipError, HipLibraryError
 
@@ -25,16 +25,9 @@ NO_ROOM = "No space left on device"  # as compilers and linkers tell ENOSPC
 
 def publish(path: Path, data: bytes) -> None:
     """Put ``data`` at ``path`` whole, or not at all, with the mode that the umask allows."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(path, data, mode=0o666)
     except OSError as error:
         raise _not_kept(error, path.parent) from None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ds4q.artifact.files import NotRegularError, open_regular
 from ds4q.artifact.metadata import canonical
 from ds4q.artifact.places import broken_link
 from ds4q.quantize.errors import (
@@ -47,6 +47,8 @@ from ds4q.quantize.safetensors import (
 )
 
 CONFIG = "config.json"
+TEXTS = ("tokenizer.json", "chat_template.jinja")
+OBJECTS = ("tokenizer_config.json", "generation_config.json")
 PREFIX = "model."
 MAX_TEXT_BYTES = 256 << 20  # of config, tokenizer, index: what an artifact's metadata may hold
 MAX_READ_BYTES = 1 << 30  # of one system call; Linux stops short of 2 GiB
@@ -102,6 +104,7 @@ class Checkpoint:
     Attributes
     ----------
     folder : where the shards are
+    single : one file was opened, not a folder
     config : config.json as parsed; empty where it is absent from a partial checkpoint
     config_raw : its bytes, None where absent
     tensors : name -> tensor, sorted by name
@@ -109,8 +112,9 @@ class Checkpoint:
     warnings : what is unusual but not wrong
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, single: bool = False) -> None:
         self.folder = folder
+        self.single = single
         self.config: dict[str, Any] = {}
         self.config_raw: bytes | None = None
         self.tensors: dict[str, SourceTensor] = {}
@@ -137,15 +141,13 @@ class Checkpoint:
         if os.path.isdir(path):
             checkpoint = cls(path)
         elif path.suffix == SUFFIX and os.path.lexists(path):
-            checkpoint = cls(path.parent)
-        elif (what := broken_link(path)) is not None:
-            raise MissingFileError(what, path=path)
-        elif os.path.lexists(path):
+            checkpoint = cls(path.parent, single=True)
+        elif os.path.exists(path):
             raise FileKindError(path=path)
         else:
-            raise MissingFileError(path=path)
+            raise MissingFileError(broken_link(path), path=path)
         try:
-            if checkpoint.folder == path:
+            if not checkpoint.single:
                 checkpoint._open_folder(allow_partial)
             else:
                 checkpoint._add_shards([path.name])
@@ -260,17 +262,11 @@ class Checkpoint:
 
     def _open_shard(self, name: str) -> list[Entry]:
         path = self.folder / name
-        try:
-            # O_NONBLOCK: a named pipe in place of a shard must not hang the open.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise MissingFileError(broken_link(path) or "shard is not there", path=path) from None
-        except OSError as error:
-            raise SourceReadError(f"open failed: {error.strerror}", path=path) from error
+        fd = _open(path)
+        if fd is None:
+            raise MissingFileError("shard is not there", path=path)
         try:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise FileKindError("not a regular file", path=path)
             header = read_header(fd, status.st_size, path)
         except BaseException:
             os.close(fd)
@@ -319,10 +315,10 @@ class Checkpoint:
             self.warnings.append(f"{CONFIG} is absent")
         texts: dict[str, str | None] = {}
         objects: dict[str, dict[str, Any] | None] = {}
-        for name in ("tokenizer.json", "chat_template.jinja"):
+        for name in TEXTS:
             raw = read_text(folder / name)
             texts[name] = None if raw is None else _utf8(raw, folder / name)
-        for name in ("tokenizer_config.json", "generation_config.json"):
+        for name in OBJECTS:
             raw = read_text(folder / name)
             objects[name] = None if raw is None else _object(raw, folder / name)
         tokenizer = texts["tokenizer.json"]
@@ -424,20 +420,27 @@ class Checkpoint:
         return hasher.hexdigest()
 
 
-def read_text(path: Path) -> bytes | None:
-    """The bytes of a small file; None where it does not exist. A git-lfs pointer is refused."""
+def _open(path: Path) -> int | None:
+    """A regular file, open for reading; None where it does not exist."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return open_regular(path)
     except FileNotFoundError:
         if (what := broken_link(path)) is not None:
             raise MissingFileError(what, path=path) from None
         return None
+    except NotRegularError:
+        raise FileKindError("not a regular file", path=path) from None
     except OSError as error:
         raise SourceReadError(f"open failed: {error.strerror}", path=path) from error
+
+
+def read_text(path: Path) -> bytes | None:
+    """The bytes of a small file; None where it does not exist. A git-lfs pointer is refused."""
+    fd = _open(path)
+    if fd is None:
+        return None
     try:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise FileKindError("not a regular file", path=path)
         if status.st_size > MAX_TEXT_BYTES:
             raise JsonFileError(
                 "file is too long", path=path, expected=f"<= {MAX_TEXT_BYTES}", found=status.st_size

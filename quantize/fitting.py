@@ -10,7 +10,6 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from ds4q.artifact.formats import MixRow
 from ds4q.artifact.tables import KINDS, expert_name
 from ds4q.artifact.types import TensorType, row_runs
 from ds4q.quantize.audit import Audit, Unit
@@ -34,14 +33,6 @@ def books_text(fitted: FittedBooks | None) -> str:
     if fitted is None:
         return ""
     return f"{fitted.repairs} {fitted.row.mode} {fitted.row.books.hex()}"
-
-
-def books_of_text(text: str) -> FittedBooks | None:
-    """The inverse of ``books_text``."""
-    if not text:
-        return None
-    repairs, mode, books = text.split(" ")
-    return FittedBooks(MixRow(int(mode), bytes.fromhex(books)), int(repairs))
 
 
 class Fitting:

@@ -1,80 +1,51 @@
-"""Owns a whole quantize run: preflight, fresh start or resume, sealing, publishing, clean-up.
+"""A whole quantize run: preflight, fresh start or resume, sealing, publishing, clean-up.
 
-What stands at a final name is always a whole file. A stop leaves the partial files and the journal
-for ``--resume``; a failure removes them, unless the first file already has its final name.
+A file at a final name is always whole. A stop leaves the partial files and the journal for
+``--resume``; a failure removes them, unless the first file already has its final name.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
-import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds4q.artifact import stops
-from ds4q.artifact.digest import sha256_stream
-from ds4q.artifact.errors import ArtifactError, Ds4qError
-from ds4q.artifact.files import free_bytes
-from ds4q.artifact.hfq import Reader
-from ds4q.artifact.metadata import front_digest
-from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
+from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.files import AppearedError, ForeignFileError, free_bytes, read_small
+from ds4q.artifact.receipt import Receipt, receipt_path
 from ds4q.artifact.types import RAW, TYPES
-from ds4q.artifact.writer import (
-    PARTIAL_SUFFIX,
-    LockedError,
-    PartialFile,
-    WriteError,
-    fsync_folder,
-    write_durably,
-)
+from ds4q.artifact.writer import LockedError, PartialFile, WriteError
 from ds4q.quantize.audit import Audit
-from ds4q.quantize.checkpoint import Checkpoint
+from ds4q.quantize.checkpoint import CONFIG, OBJECTS, TEXTS, Checkpoint
 from ds4q.quantize.convert import Events
 from ds4q.quantize.errors import JobError
-from ds4q.quantize.journal import Earlier as EarlierJournal
-from ds4q.quantize.journal import (
-    Journal,
-    check_identity,
-    journal_path,
-    read_journal,
+from ds4q.quantize.finished import DamagedOutputError, planned_receipts, whole_receipts
+from ds4q.quantize.index import INDEX
+from ds4q.quantize.journal import Earlier, Journal, JournalError, check_identity, read_journal
+from ds4q.quantize.outputs import (
+    RECIPE_SUFFIX,
+    REPORT_SUFFIX,
+    OutputFiles,
+    UnfinishedError,
+    partial_path,
+    standing,
 )
-from ds4q.quantize.pipeline import Earlier, Packed, Pipeline, seal, source_digest
+from ds4q.quantize.pipeline import Packed, Pipeline, seal, source_digest
 from ds4q.quantize.plan import Output, Plan
 
 if TYPE_CHECKING:
     from ds4q.quantize.budget import BudgetPlan
 
 RECEIPT_BYTES_PER_TENSOR = 512  # generous: a compressed row takes about 150
-RECIPE_SUFFIX = ".plan.toml"  # beside an artifact of a budget: the recipe that repeats it
-REPORT_SUFFIX = ".plan.json"  # and what was chosen, and why
 Advance = Callable[[int], None]
-
-
-class OutputExistsError(JobError):
-    """Something stands where the output should go."""
-
-    rule = "output exists"
-    cure = "choose another name, or replace it with --force"
-
-
-class UnfinishedError(JobError):
-    """An earlier job left its partial file."""
-
-    rule = "an unfinished job lies here"
-    cure = "continue it with --resume, or start over with --force"
-
-
-class OutputPlaceError(JobError):
-    """The output cannot be placed where the user asked."""
-
-    rule = "output cannot be written there"
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 class SpaceError(JobError):
@@ -160,14 +131,21 @@ class Job:
     inputs: tuple[Path, ...] = ()
     resume: bool = False
     force: bool = False
+    files: OutputFiles = field(init=False)
     _files: list[PartialFile] = field(default_factory=list)
     _journal: Journal | None = None
     _finished: bool = False  # a file has its final name: only --resume can put the rest right
 
+    def __post_init__(self) -> None:
+        beside = [self.checkpoint.folder / name for name in (INDEX, CONFIG, *TEXTS, *OBJECTS)]
+        read = [os.stat(path) for path in (*self.inputs, *beside) if path.exists()]
+        inputs = (*(os.fstat(shard.fd) for shard in self.checkpoint.shards.values()), *read)
+        self.files = OutputFiles(self.plan, self._plan_texts(), inputs, self.force)
+
     @property
     def out(self) -> Path:
         """The trunk's final name, after which the journal is named too."""
-        return self.plan.outputs[0].path
+        return self.files.out
 
     def identity(self) -> dict[str, Any]:
         """What two runs must share for one to continue the other."""
@@ -183,69 +161,45 @@ class Job:
 
     def preflight(self) -> None:
         """Refuse, before any work, what cannot end well: place, existing files, free space."""
-        folder = self.out.parent
-        if not folder.is_dir():
-            raise OutputPlaceError(
-                "output folder does not exist", path=folder, remedy="create it, or choose another"
-            )
-        if self.checkpoint.folder.resolve() in (folder.resolve(), *folder.resolve().parents):
-            raise OutputPlaceError(
-                "output lies inside the source folder",
-                path=self.out,
-                remedy="choose a folder outside the checkpoint",
-            )
-        self._check_inputs()
-        earlier = read_journal(journal_path(self.out))
-        unfinished = earlier is not None or any(_partial(p).exists() for p in self._targets())
-        for path in reversed(self._targets()):
-            _check_target(path)
-            _check_target(_partial(path))
-            # An unfinished job beside existing output was begun with --force.
-            if path.exists() and not self.force and not (self.resume and unfinished):
-                raise OutputExistsError(path=path)
+        self.files.check_place(self.checkpoint)
+        earlier = self._read_journal()
+        unfinished = self.files.claim_all(earlier, resume=self.resume)
         if unfinished and not self.resume and not self.force:
             done = 0 if earlier is None else earlier.nbytes
             raise UnfinishedError(
-                path=_partial(self.out), found=f"{done:,} of {self.plan.file_bytes:,} bytes done"
+                path=partial_path(self.out),
+                found=f"{done:,} of {self.plan.file_bytes:,} bytes done",
             )
         if self.resume and not self.force and earlier is not None:
-            check_identity(earlier, self.identity(), journal_path(self.out))
+            check_identity(earlier, self.identity(), self.files.journal)
         if not (self.resume and earlier is not None and earlier.published):
             self._check_space()
 
-    def _check_inputs(self) -> None:
-        """No output may take the place of what the job reads, whatever the user allows."""
-        targets = self._targets()
-        written = [*targets, *map(_partial, targets), journal_path(self.out)]
-        for path, source in itertools.product(written, self.inputs):
-            if path.exists() and source.exists() and path.samefile(source):
-                raise OutputPlaceError(
-                    "output would replace an input of this job",
-                    path=path,
-                    remedy="choose another name for the output",
-                )
-
-    def _targets(self) -> list[Path]:
-        """Final names in the order in which they appear: the trunk last, receipts first."""
-        paths = list(self._plan_texts())
-        for output in reversed(self.plan.outputs):
-            paths += [receipt_path(output.path), output.path]
-        return paths
+    def _read_journal(self) -> Earlier | None:
+        """What an earlier run left; ``force`` ignores a journal that cannot be used."""
+        try:
+            return read_journal(self.files.journal)
+        except JournalError:
+            if self.force:
+                return None
+            raise
 
     def _plan_texts(self) -> dict[Path, bytes]:
         """What a budget's plan says, by final name: the recipe that repeats it, and a report."""
         if self.budget is None:
             return {}
+        out = self.plan.outputs[0].path
         report = json.dumps(self.budget.report(), indent=2, sort_keys=True) + "\n"
         return {
-            self.out.with_name(self.out.name + RECIPE_SUFFIX): self.budget.toml.encode(),
-            self.out.with_name(self.out.name + REPORT_SUFFIX): report.encode(),
+            out.with_name(out.name + RECIPE_SUFFIX): self.budget.toml.encode(),
+            out.with_name(out.name + REPORT_SUFFIX): report.encode(),
         }
 
     def _check_space(self) -> None:
         tensors = sum(len(output.layout.entries) for output in self.plan.outputs)
         needed = self.plan.file_bytes + tensors * RECEIPT_BYTES_PER_TENSOR
-        held = sum(p.stat().st_blocks * 512 for p in map(_partial, self._targets()) if p.exists())
+        partials = map(partial_path, self.files.targets)
+        held = sum(path.stat().st_blocks * 512 for path in partials if path.exists())
         free = free_bytes(self.out.parent)
         if needed > free + held:
             raise SpaceError(
@@ -254,56 +208,29 @@ class Job:
                 found=f"{free + held:,} bytes",
             )
 
-    def finished_earlier(self) -> Summary | None:
-        """With ``resume``: the summary of a job that had already published everything."""
-        if not self.resume or self.force or journal_path(self.out).exists():
+    def finished_earlier(self, progress: Progress) -> Summary | None:
+        """With ``resume``: the summary of a job that had already published everything.
+
+        Every file is read whole and compared with its receipt.
+
+        Raises ``DamagedOutputError`` where a file of this plan differs from its receipt.
+        """
+        if not self.resume or self.force or os.path.lexists(self.files.journal):
             return None
-        receipts = self._receipts_of(lambda path: path, read_whole=False)
-        if receipts is None:
+        if planned_receipts(self.plan, lambda path: path) is None:
             return None
+        if not self._texts_are_planned():
+            return None
+        with progress("check", self.plan.file_bytes) as advance:
+            receipts = whole_receipts(self.plan, self.checkpoint, lambda path: path, advance)
         return Summary(self.plan, self.budget, receipts, already_done=True)
 
-    def _receipts_of(
-        self, place: Callable[[Path], Path], *, read_whole: bool
-    ) -> tuple[Receipt, ...] | None:
-        """Receipts of this plan's outputs; None unless all are there and fit plan and files.
-
-        ``place`` says where to look for what belongs at a final name; ``read_whole`` compares the
-        SHA-256 of the files too.
-        """
-        receipts = []
-        for output in self.plan.outputs:
-            try:
-                receipt = read_receipt(place(receipt_path(output.path)))
-                with Reader(place(output.path)) as reader:
-                    if not self._is_planned(output, reader, receipt):
-                        return None
-                    if read_whole:
-                        found = sha256_stream(reader.pread_into, reader.file_bytes)
-                        if found != receipt.sha256:
-                            return None
-            except (ArtifactError, OSError):
-                return None
-            receipts.append(receipt)
-        return tuple(receipts)
-
-    def _is_planned(self, output: Output, reader: Reader, receipt: Receipt) -> bool:
-        """Whether file and receipt are what this plan makes of this source."""
-        ours = reader.metadata.get("ds4q", {})
-        planned = output.metadata["ds4q"]
-        return (
-            ours.get("source_fingerprint") == receipt.source_fingerprint == self.plan.fingerprint
-            and ours.get("source_digest") == receipt.source_digest
-            and ours.get("recipe") == receipt.recipe == planned["recipe"]
-            and ours.get("recipe_sha256") == planned.get("recipe_sha256")
-            and ours.get("imatrix_sha256") == planned.get("imatrix_sha256")
-            and ours.get("encoding") == planned.get("encoding")
-            and ours.get("tool_version") == receipt.tool_version == planned["tool_version"]
-            and reader.file_bytes == receipt.file_bytes == output.layout.file_bytes
-            and front_digest(reader.header_raw, reader.index_raw)
-            == receipt.index_xxh3
-            == planned["index_xxh3"]
-        )
+    def _texts_are_planned(self) -> bool:
+        """Whether the plan of a budget is beside its artifact, byte for byte."""
+        try:
+            return all(read_small(path, len(t)) == t for path, t in self.files.texts.items())
+        except (OSError, Ds4qError):
+            return False
 
     # ------------------------------------------------------------ work
 
@@ -316,10 +243,7 @@ class Job:
         begin = time.perf_counter()
         try:
             earlier = self._earlier()
-            receipts = None
-            if earlier is not None and earlier.published:
-                # The renames were cut off. Only whole files may get a name, so they are read again.
-                receipts = self._receipts_of(_standing, read_whole=True)
+            receipts = self._published_receipts(earlier)
             if receipts is not None:
                 kept_bytes = self.plan.payload_bytes
                 advance(kept_bytes)
@@ -331,7 +255,8 @@ class Job:
         except Exception as error:
             if (stop := stops.stop_behind(error)) is not None:
                 raise stop from error
-            if isinstance(error, Ds4qError | OSError) and not isinstance(error, LockedError):
+            kept = (LockedError, AppearedError, ForeignFileError, JournalError)
+            if isinstance(error, Ds4qError | OSError) and not isinstance(error, kept):
                 self._discard()
             if isinstance(error, OSError):
                 raise self._write_error(error) from error
@@ -341,37 +266,42 @@ class Job:
         seconds = time.perf_counter() - begin
         return Summary(self.plan, self.budget, receipts, seconds, resumed_bytes=kept_bytes)
 
-    def _earlier(self) -> EarlierJournal | None:
+    def _earlier(self) -> Earlier | None:
         """What an earlier run left, where the user wants to go on with it."""
-        return read_journal(journal_path(self.out)) if self.resume and not self.force else None
+        return self._read_journal() if self.resume and not self.force else None
 
-    def _start(self, earlier: EarlierJournal | None) -> None:
+    def _published_receipts(self, earlier: Earlier | None) -> tuple[Receipt, ...] | None:
+        """Receipts of finished files whose renames were cut off; None: there is more to do.
+
+        Only whole files may get a name, and only of this source: they are read again.
+        """
+        if earlier is None or not earlier.published or earlier.shards != _marks(self.checkpoint):
+            return None
+        try:
+            return whole_receipts(self.plan, self.checkpoint, standing, lambda nbytes: None)
+        except DamagedOutputError:
+            return None
+
+    def _start(self, earlier: Earlier | None) -> None:
         """Open partial files and journal, fresh or as an earlier run left them."""
-        path = journal_path(self.out)
-        begun = None if earlier is not None else read_journal(path)
+        begun = None if earlier is not None else self._read_journal()
         for output in self.plan.outputs:
-            self._files.append(PartialFile(output.path, output.layout.file_bytes))
+            self._files.append(self.files.open_partial(output))
+        if earlier is not None:
+            self._journal = Journal.reopen(self.files.journal, earlier)
+        else:
+            for file in self._files:
+                file.reset()
+            for abandoned in self.files.forget(begun) if begun is not None else ():
+                abandoned.discard()
+            self._journal = Journal.create(
+                self.files.journal, self.identity(), _marks(self.checkpoint), self.files.replaced()
+            )
         for file in self._files:
             file.allocate()
-        if earlier is not None:
-            self._journal = Journal.reopen(path, earlier)
-            return
-        if begun is not None:
-            self._forget(begun)
-        self._journal = Journal.create(path, self.identity(), _marks(self.checkpoint))
-
-    def _forget(self, begun: EarlierJournal) -> None:
-        """Remove the partial files of an abandoned job that this one does not write anew."""
-        ours = {output.path.name for output in self.plan.outputs}
-        for name in {Path(name).name for name, _ in begun.identity["outputs"]} - ours:
-            path = self.out.with_name(name)
-            if _partial(path).exists():
-                with suppress(LockedError):  # then another job has it by now
-                    PartialFile(path, 0).discard()
-            _partial(receipt_path(path)).unlink(missing_ok=True)
 
     def _write(
-        self, earlier: EarlierJournal | None, threads: int, advance: Advance
+        self, earlier: Earlier | None, threads: int, advance: Advance
     ) -> tuple[tuple[Receipt, ...], int]:
         """All of the work; the receipts, and how many packed bytes an earlier run had written."""
         journal = self._journal
@@ -383,7 +313,7 @@ class Job:
             self.plan,
             self._files,
             journal,
-            Earlier() if earlier is None else self._trusted(earlier),
+            {} if earlier is None else earlier.blocks,
             advance,
         )
         pipeline.pack_all(threads)
@@ -399,34 +329,18 @@ class Job:
         receipts = []
         for file, output, packed in zip(self._files, self.plan.outputs, results, strict=True):
             receipts.append(seal(file, output, self.plan, packed, digest))
-            write_durably(_partial(receipt_path(output.path)), receipts[-1].encode())
-        for path, text in self._plan_texts().items():
-            write_durably(_partial(path), text)
+            self.files.write_partial(receipt_path(output.path), receipts[-1].encode())
+        for path, text in self.files.texts.items():
+            self.files.write_partial(path, text)
         journal.publish()
         self._rename()
         kept_bytes = sum(packed.kept_bytes for packed in pipeline.results.values())
         return tuple(receipts), kept_bytes
 
-    def _trusted(self, earlier: EarlierJournal) -> Earlier:
-        now = _marks(self.checkpoint)
-        return Earlier(
-            {(r.output, r.tensor, r.block): r for r in earlier.blocks},
-            frozenset(name for name in now if earlier.shards.get(name) != now[name]),
-        )
-
     def _rename(self) -> None:
         """Give everything its name; a rename that an earlier run did is found done."""
-        folder = self.out.parent
-        for target in self._targets():
-            source = _partial(target)
-            if source.exists():
-                os.replace(source, target)
-                self._finished = True
-            elif not target.exists():
-                raise WriteError("finished file disappeared before it was renamed", path=source)
-        fsync_folder(folder)
-        journal_path(self.out).unlink(missing_ok=True)
-        fsync_folder(folder)
+        for _ in self.files.publish_all():
+            self._finished = True
 
     # ------------------------------------------------------------ endings
 
@@ -434,14 +348,11 @@ class Job:
         """Remove what this run began, and has locked; what fails here hides no earlier error."""
         if self._finished or not self._files:
             return
-        texts = [*self._plan_texts(), *(receipt_path(file.final) for file in self._files)]
         with stops.held():
             for file in self._files:
                 with suppress(OSError):
                     file.discard()
-            for path in (*map(_partial, texts), journal_path(self.out)):
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+            self.files.remove_partials()
 
     def _close(self) -> None:
         """Let go of the files. Everything that counts was synced: a failing close loses nothing."""
@@ -474,27 +385,3 @@ def _marks(checkpoint: Checkpoint) -> dict[str, list[int]]:
         times = [status.st_mtime_ns, status.st_ctime_ns]
         marks[name] = [status.st_dev, status.st_ino, status.st_size, *times]
     return marks
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + PARTIAL_SUFFIX)
-
-
-def _standing(path: Path) -> Path:
-    """Where a finished file is whose rename may have been cut off."""
-    partial = _partial(path)
-    return partial if partial.exists() else path
-
-
-def _check_target(path: Path) -> None:
-    """Only a regular file may be replaced, whatever the user allows."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(mode):
-        raise OutputPlaceError(
-            "output is a folder, a device or a link, not a file",
-            path=path,
-            remedy="name the file itself",
-        )

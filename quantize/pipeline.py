@@ -1,7 +1,8 @@
-"""Owns packing: every planned tensor into its partial file, journaled, then sealed and read back.
+"""Packing: every planned tensor into its partial file, journaled, then sealed and read back.
 
 Workers take whole tensors and write disjoint, planned ranges; what they write does not depend on
-how many they are or on where an earlier run was stopped. Every packed run of rows is compared with
+how many they are or on where an earlier run was stopped: a resumed job packs every block again, and
+saves the writing alone. Every packed run of rows is compared with
 its source before it is written, and the finished file is read back and digested before it gets its
 name.
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +34,8 @@ from ds4q.quantize.books import FittedBooks
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.convert import Encoding, Events, pack
 from ds4q.quantize.errors import SaturationError
-from ds4q.quantize.fitting import Fitting, books_of_text, books_text
-from ds4q.quantize.journal import BlockRecord, Journal
+from ds4q.quantize.fitting import Fitting, books_text
+from ds4q.quantize.journal import BlockRecord, Journal, Key
 from ds4q.quantize.plan import Output, Plan, PlannedTensor
 from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader, source_ranges
 
@@ -81,21 +83,13 @@ class Hashers:
         """Hex digests of weight and, where scales go with the rows, scale."""
         return tuple(hasher.hexdigest() for hasher in self.sources)
 
-    def copy(self) -> Hashers:
-        """An independent continuation."""
-        return Hashers(self.packed.copy(), [hasher.copy() for hasher in self.sources])
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """Blocks of an earlier run by (output, tensor, block); shards whose data must be re-read."""
-
-    blocks: dict[tuple[int, int, int], BlockRecord] = field(default_factory=dict)
-    distrusted: frozenset[str] = frozenset()
-
 
 class Pipeline:
-    """Packs all tensors of a plan into its partial files."""
+    """Packs all tensors of a plan into its partial files.
+
+    ``earlier`` are the blocks that an earlier run says it wrote. They are packed again and compared
+    with the partial file, which is written to where it differs.
+    """
 
     def __init__(
         self,
@@ -104,7 +98,7 @@ class Pipeline:
         plan: Plan,
         files: list[PartialFile],
         journal: Journal,
-        earlier: Earlier,
+        earlier: Mapping[Key, BlockRecord],
         advance: Advance,
     ) -> None:
         self._checkpoint = checkpoint
@@ -182,7 +176,7 @@ class Pipeline:
 
 
 class _TensorWork:
-    """Packs one tensor block by block, or finds its blocks already written."""
+    """Packs one tensor block by block."""
 
     def __init__(
         self, pipeline: Pipeline, o: int, t: int, reader: RowReader, buffers: Buffers
@@ -204,13 +198,8 @@ class _TensorWork:
         events, kept_bytes = Events(), 0
         record: BlockRecord | None = None
         for b, (first, count) in enumerate(self._blocks):
-            key = (*self._key, b)
-            record = self._job.earlier.blocks.get(key)
-            if record is not None and self._still_there(first, count, record):
-                kept_bytes += record.nbytes
-                self._books = books_of_text(record.books)
-            else:
-                record = self._write(key, first, count)
+            record, kept = self._write((*self._key, b), first, count)
+            kept_bytes += record.nbytes if kept else 0
             events.add(Events.of(record.events))
             self._job.advance(record.nbytes)
         self._check_saturation(events.saturated_blocks)
@@ -257,17 +246,24 @@ class _TensorWork:
             offset, nbytes = self._tensor.span(row, n)
             yield row, n, self._buffers.take("packed", nbytes), offset
 
-    def _write(self, key: tuple[int, int, int], first: int, count: int) -> BlockRecord:
-        """Pack, compare, write and journal rows ``first`` .. ``first + count``."""
+    def _write(self, key: Key, first: int, count: int) -> tuple[BlockRecord, bool]:
+        """Bring rows ``first`` .. ``first + count`` into the partial file, and journal them.
+
+        The flag says whether an earlier run had written them all.
+        """
         own, events, how = Hashers(), Events(), self._how()
         lossless = self._job.plan.options.recipe.exact_dense
+        earlier = self._job.earlier.get(key)
+        kept = earlier is not None
         for row, n, packed, offset in self._chunks(first, count):
             rows, parts = self._reader.read(row, n)
             events.add(pack(rows, self._tensor.target, packed, lossless=lossless, encoding=how))
             own.add(packed, parts)
             if self._several:
                 self._whole.add(packed, parts)
-            self._file.pwrite(packed, offset)
+            if earlier is None or not self._holds(packed, offset):
+                kept = False
+                self._file.pwrite(packed, offset)
         record = BlockRecord(
             *key,
             self._tensor.span(first, count)[1],
@@ -276,31 +272,15 @@ class _TensorWork:
             events.document(),
             books_text(self._books),
         )
-        self._job.journal.record(record)
-        return record
+        if record != earlier:
+            self._job.journal.record(record)
+        return record, kept
 
-    def _still_there(self, first: int, count: int, record: BlockRecord) -> bool:
-        """Whether an earlier run's block is in the partial file, byte for byte.
-
-        The source is read too where its digest is needed for the whole tensor, or where a shard is
-        not the file that the earlier run saw.
-        """
-        unit = self._tensor.unit
-        shards = {tensor.shard for tensor in unit.tensors}
-        read_source = self._several or bool(shards & self._job.earlier.distrusted)
-        own, whole = Hashers(), self._whole.copy()
-        for row, n, packed, offset in self._chunks(first, count):
-            self._file.pread_into(packed, offset)
-            parts = self._reader.read(row, n)[1] if read_source else ()
-            own.add(packed, parts)
-            if self._several:
-                whole.add(packed, parts)
-        if own.packed.hexdigest() != record.packed:
-            return False
-        if read_source and self._sources(own) != record.sources:
-            return False
-        self._whole = whole
-        return True
+    def _holds(self, packed: U8, offset: int) -> bool:
+        """Whether the partial file has these bytes already."""
+        there = self._buffers.take("there", packed.nbytes)
+        self._file.pread_into(there, offset)
+        return np.array_equal(there, packed)
 
 
 def _raise_first(futures: list[Future[None]]) -> None:
@@ -398,7 +378,7 @@ def seal(
     file.pwrite(output.front(digest, [(t.sha256, t.repairs) for t in tables]), 0)
     packed = [(t.entry, r.packed) for t, r in zip(output.tensors, results, strict=True)]
     packed += [(t.entry, w.xxh3) for t, w in zip(output.tables, tables, strict=True)]
-    check = _ReadBack(file, packed)
+    check = ReadBack(file.path, packed)
     with ThreadPoolExecutor(1) as pool:
         syncing = pool.submit(file.sync)
         sha256 = sha256_stream(file.pread_into, file.file_bytes, seen=check.seen)
@@ -420,11 +400,11 @@ def seal(
     )
 
 
-class _ReadBack:
+class ReadBack:
     """Compares the payloads of the finished file, chunk by chunk, with what was packed."""
 
-    def __init__(self, file: PartialFile, packed: list[tuple[TensorEntry, str]]) -> None:
-        self._path = file.path
+    def __init__(self, path: Path, packed: list[tuple[TensorEntry, str]]) -> None:
+        self._path = path
         self._tensors = iter(sorted(packed, key=lambda item: item[0].offset))
         self._hasher = xxhash.xxh3_128()
         self._current = next(self._tensors, None)

@@ -1,33 +1,46 @@
-"""Owns what a download keeps on disk until it is whole: ``NAME.partial`` and its journal of blocks.
+"""What a download keeps on disk until it is whole: ``NAME.partial`` and its journal of blocks.
 
 The journal (``NAME.partial.blocks``) is text. Its first line says what is fetched; each later line
 gives the number and xxh3-128 of a block that was written. A block of an earlier run is believed
 only if the bytes in the partial file still have the digest, so neither a torn line nor data that a
 power loss swallowed can survive into the file.
+
+Both files are ds4q's own only by their beginnings. A partial file begins with ``MARK`` until its
+first block arrives; from then on the journal beside it, which was there first, vouches for it.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ds4q.artifact.files import free_bytes, named
-from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile, fsync_folder, write_durably
+from ds4q.artifact.files import (
+    AppearedError,
+    ForeignFileError,
+    claim,
+    free_bytes,
+    fsync_folder,
+    named,
+    read_head,
+    read_small,
+    remove_own,
+    write_whole,
+)
+from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile
 from ds4q.registry.errors import ExistsError, SpaceError, UnfinishedError
 
 FORMAT = "ds4q.blocks.v1"
-BEGINNING = b'{"format": "ds4q.blocks'  # of a journal, of whichever version
+BEGINNING = b'{"format": "ds4q.blocks'  # of a journal, of any version
+MARK = b"ds4q.unfinished.pull\n"  # of a partial file without its first block
 SUFFIX = ".blocks"
 BLOCK_BYTES = 4 << 20
-MAX_JOURNAL_BYTES = 256 << 20
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+MAX_LINE_BYTES = 64 << 10  # of a journal's first line
+MAX_JOURNAL_BYTES = 32 << 20  # enough for a file of 3 TB
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +72,19 @@ class Blocks:
     Raises
     ------
     LockedError : another process fetches the same file
-    UnfinishedError : a partial file without a journal of ours, a journal that is not ours, or in
-        the place of either what is no file
+    ForeignFileError : one of the two names is taken by something that no download left
+    UnfinishedError : the partial file holds data, and its journal cannot be used
     """
 
     def __init__(self, final: Path) -> None:
         self.final = final
         partial = final.with_name(final.name + PARTIAL_SUFFIX)
         self.journal = partial.with_name(partial.name + SUFFIX)
-        for path in (partial, self.journal):
-            _check_place(path)
-        self.file = PartialFile(final, 0)
+        claim(self.journal, is_journal)
+        self.file = PartialFile(final, 0, mark=MARK, recognize=lambda head: vouches(self.journal))
         self.about: About | None = None
         self.digests: dict[int, str] = {}
         self._append_to = -1
-        self._ours = True  # or there is none
         self._lock = threading.Lock()
         try:
             valid_bytes = self._read_journal()
@@ -81,29 +92,32 @@ class Blocks:
                 self._append_to = self._open_journal()
                 with named(self.journal):
                     os.ftruncate(self._append_to, valid_bytes)
-            elif os.fstat(self.file.fd).st_size:
+            elif self._holds_data():
                 raise UnfinishedError(path=self.file.path)
-            elif not self._ours:
-                raise UnfinishedError(path=self.journal)
         except BaseException:
             self.close()
             raise
 
     def start(self, about: About) -> None:
-        """Begin a file anew; what an earlier run left is given up."""
+        """Start the file over; what an earlier run left is given up."""
         self._close_journal()
         with named(self.file.path):
-            os.ftruncate(self.file.fd, 0)
+            self.file.reset()
         self.about, self.digests = about, {}
         text = json.dumps({"format": FORMAT, "block_bytes": BLOCK_BYTES} | asdict(about))
-        write_durably(self.journal, text.encode() + b"\n")
+        write_whole(
+            self.journal, text + "\n", replace=lambda path: claim(path, is_journal) is not None
+        )
         self._append_to = self._open_journal()
         self.file.file_bytes = about.size_bytes
+
+    def _holds_data(self) -> bool:
+        return os.fstat(self.file.fd).st_size > len(MARK)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the disk that the partial file has already."""
-        return os.fstat(self.file.fd).st_blocks * 512
+        return os.fstat(self.file.fd).st_blocks * 512 if self._holds_data() else 0
 
     def record(self, number: int, digest: str) -> None:
         """Note that a block was written whole; any thread may call it."""
@@ -117,37 +131,23 @@ class Blocks:
     def publish(self, *, replace: bool) -> None:
         """Give the file its final name, durably.
 
-        Raises ``ExistsError`` where something stands there and ``replace`` does not allow it.
+        Raises ``ExistsError`` where a file has that name and ``replace`` does not allow it.
         """
+        os.ftruncate(self.file.fd, self.file.file_bytes)  # the mark may be longer than the file
         self.file.sync()
-        if replace:
-            os.replace(self.file.path, self.final)
-        else:
-            self._name_it()
-        self.journal.unlink(missing_ok=True)
+        try:
+            self.file.publish(replace=replace)
+        except AppearedError:
+            raise ExistsError(path=self.final) from None
+        remove_own(self.journal, is_journal)
         fsync_folder(self.final.parent)
 
     def close(self) -> None:
-        """Let go of the file. What was written stays; a file with nothing in it goes."""
+        """Release the file. What was written stays; a file without data is removed."""
         self._close_journal()
-        if self.about is None and self.file.fd >= 0 and not os.fstat(self.file.fd).st_size:
+        if self.about is None and self.file.fd >= 0 and not self._holds_data():
             self.file.discard()
         self.file.close()
-
-    def _name_it(self) -> None:
-        """Rename, but never onto another file: a link refuses what a rename would replace."""
-        try:
-            os.link(self.file.path, self.final)
-        except FileExistsError:
-            raise ExistsError(path=self.final) from None
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            if os.path.lexists(self.final):
-                raise ExistsError(path=self.final) from None
-            os.rename(self.file.path, self.final)
-        else:
-            os.unlink(self.file.path)
 
     def _open_journal(self) -> int:
         flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -162,14 +162,12 @@ class Blocks:
     def _read_journal(self) -> int:
         """Fill ``about`` and ``digests``; return the length of the part that is believed."""
         try:
-            with open(self._open_journal(), "rb") as file:
-                raw = file.read(MAX_JOURNAL_BYTES)
+            raw = read_small(self.journal, MAX_JOURNAL_BYTES, follow=False)
         except FileNotFoundError:
             return 0
         lines = raw.split(b"\n")[:-1]  # what follows the last line break is torn
         self.about = _about(lines[0]) if lines else None
         if self.about is None:
-            self._ours = raw.startswith(BEGINNING) or BEGINNING.startswith(raw)  # or it is torn
             return 0
         self.file.file_bytes = self.about.size_bytes
         valid_bytes = len(lines[0]) + 1
@@ -179,17 +177,32 @@ class Blocks:
         return valid_bytes
 
 
-def _check_place(path: Path) -> None:
-    """Refuse what is no file: a folder, a pipe, or a link, which might lead anywhere."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISREG(mode):
-        kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}
-        kind = kinds.get(stat.S_IFMT(mode), "something that is no file")
-        remedy = "move it away, or name another folder with --models-dir"
-        raise UnfinishedError(f"{kind} stands where a download goes", path=path, remedy=remedy)
+def is_journal(head: bytes) -> bool:
+    """Whether a file that begins so is the journal of a download."""
+    return head.startswith(BEGINNING)
+
+
+def vouches(journal: Path) -> bool:
+    """Whether a journal of ours shows that the partial file beside it is a download's."""
+    if claim(journal, is_journal) is None:
+        return False
+    about = _about(read_head(journal, MAX_LINE_BYTES))
+    partial = journal.with_name(journal.name.removesuffix(SUFFIX))
+    with suppress(FileNotFoundError):
+        return about is not None and partial.lstat().st_size <= about.size_bytes
+    return about is not None
+
+
+def is_begun(final: Path) -> bool:
+    """Whether an unfinished download of ``final`` is there, and not a file of the user's."""
+    partial = final.with_name(final.name + PARTIAL_SUFFIX)
+    journal = partial.with_name(partial.name + SUFFIX)
+    with suppress(ForeignFileError):
+        if vouches(journal):
+            return True
+    with suppress(ForeignFileError):
+        return claim(partial, lambda head: head.startswith(MARK)) is not None
+    return False
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
@@ -200,9 +213,9 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def _about(line: bytes) -> About | None:
-    """The first line of a journal; None where it is not one of this version."""
+    """The first line of a journal, whatever follows; None where it is not of this version."""
     try:
-        document = json.loads(line)
+        document = json.loads(line.split(b"\n", 1)[0])
         if document.pop("format") != FORMAT or document.pop("block_bytes") != BLOCK_BYTES:
             return None
         about = About(**document)

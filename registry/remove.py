@@ -14,9 +14,10 @@ from ds4q.artifact.errors import ArtifactError
 from ds4q.artifact.files import file_kind, fsync_folder
 from ds4q.artifact.receipt import SUFFIX, read_receipt
 from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile
+from ds4q.registry.blocks import is_begun
 from ds4q.registry.entries import Entry, Registry
 from ds4q.registry.errors import RegistryError, UnknownTagError
-from ds4q.registry.installed import JOURNAL_SUFFIX, artifacts, companions, registered_files
+from ds4q.registry.installed import artifacts, companions, registered_files
 from ds4q.registry.names import fits
 from ds4q.registry.store import Identity, Store, identity_of
 
@@ -82,7 +83,9 @@ def plan_removal(registry: Registry, store: Store, names: Sequence[str]) -> Remo
             if store.size(name) is None and store.broken(name) is None:
                 raise
             by_name = True
-            own = companions(name) if name in present or name.endswith(PARTIAL_SUFFIX) else {}
+            final = name.removesuffix(PARTIAL_SUFFIX)
+            begun = final != name and is_begun(store.path(final))
+            own = companions(name) if name in present or begun else {}
             beside |= own.keys()
             wanted |= {each: each for each in (*own, name)}
         else:
@@ -132,8 +135,7 @@ def _registered(entry: Entry) -> list[str]:
 def _with_download(store: Store, file: str) -> list[str]:
     """``file``, after what an unfinished download of it has left."""
     partial = file + PARTIAL_SUFFIX
-    begun = store.size(partial + JOURNAL_SUFFIX) is not None
-    return [*companions(partial), partial, file] if begun else [file]
+    return [*companions(partial), partial, file] if is_begun(store.path(file)) else [file]
 
 
 def _installed(registry: Registry, store: Store, tag: str) -> bool:
@@ -174,7 +176,8 @@ def _removable(store: Store, name: str) -> os.stat_result | None:
         kind = file_kind(status.st_mode) if what is None else f"a {what}"
         raise RemovalError(found=kind, path=path, remedy="look at it, and remove it by hand")
     if name.endswith(PARTIAL_SUFFIX):
-        PartialFile(store.path(name.removesuffix(PARTIAL_SUFFIX)), 0).close()  # refused if in use
+        final = store.path(name.removesuffix(PARTIAL_SUFFIX))
+        PartialFile(final, 0, recognize=lambda head: True).close()  # refused if in use
     return status
 
 

@@ -15,10 +15,13 @@ from pathlib import Path
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ChangedError, TruncatedError
 from ds4q.artifact.files import (
+    ForeignFileError,
     NotRegularError,
     TooLongError,
+    claim,
     open_regular,
     read_small,
+    remove_own,
     write_whole,
 )
 from ds4q.artifact.hfq import U8, pread_all
@@ -125,7 +128,7 @@ class Store:
         """Drop the notes of a file that is gone."""
         for kind in (VERIFIED, GIVEN_UP):
             if (place := self._note(kind, name)) is not None:
-                place.unlink(missing_ok=True)
+                remove_own(place, is_note)
 
     def _read_note(self, kind: str, name: str) -> dict[str, object]:
         """What was noted of a file as it is now; nothing where it changed since."""
@@ -141,10 +144,12 @@ class Store:
         return note if sound else {}
 
     def _write_note(self, kind: str, name: str, note: Mapping[str, object]) -> None:
-        with suppress(OSError):
+        """Note something, unless the folder takes no notes or the name has a file of the user's."""
+        with suppress(OSError, ForeignFileError):
             (self.folder / kind).mkdir(exist_ok=True)
             if (place := self._note(kind, name)) is not None:
-                write_whole(place, json.dumps(note))
+                ours = claim(place, is_note) is not None
+                write_whole(place, json.dumps(note), replace=ours)
 
     def _note(self, kind: str, name: str) -> Path | None:
         """Where a note is; None where its folder is not one: a link there is not followed."""
@@ -152,6 +157,11 @@ class Store:
         folder = self.folder / kind
         real = folder.is_dir() and not folder.is_symlink()
         return folder / name if real else None
+
+
+def is_note(head: bytes) -> bool:
+    """Whether a file that begins so notes what a file of the folder was."""
+    return head.startswith(b'{"size": ')
 
 
 def digest_of(path: Path, *, advance: Callable[[int], None] = lambda nbytes: None) -> str:

@@ -98,9 +98,9 @@ def train_command(
 
     Example: ds4q adapter train book.trace -o m.adapter
     """
+    from ds4q.artifact.newfile import NewFile
     from ds4q.runtime.experts.adapter import MAGIC
     from ds4q.runtime.experts.fit import LEAST_RIDGE, MOST_RIDGE, train
-    from ds4q.runtime.experts.newfile import NewFile
 
     begin = time.perf_counter()
     if not LEAST_RIDGE <= ridge <= MOST_RIDGE:

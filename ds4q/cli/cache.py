@@ -123,7 +123,7 @@ def replay(
     else:
         _print(document)
     if html is not None:
-        common.write_report(html, _page(document, time.perf_counter() - start))
+        common.write_page(html, _page(document, time.perf_counter() - start))
 
 
 @command.command("profile")
@@ -145,7 +145,7 @@ def profile(file: Path, output: Path, as_json: bool, quiet: bool, verbose: bool)
 
     The profile belongs to the artifact that was traced; others refuse it.
     """
-    from ds4q.runtime.experts.newfile import NewFile
+    from ds4q.artifact.newfile import NewFile
     from ds4q.runtime.experts.profile import MARK, Profile
     from ds4q.runtime.experts.trace import read_trace
 

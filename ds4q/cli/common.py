@@ -145,9 +145,7 @@ def claim_report(path: Path, option: str, mark: bytes) -> None:
     if path.exists():
         if not path.is_file():
             raise click.BadParameter(f"{str(path)!r} is not a file", param_hint=option)
-        with path.open("rb") as file:
-            head = file.read(MARK_WITHIN_BYTES)
-        if head and mark not in head:
+        if not _is_report(path, mark):
             raise click.BadParameter(
                 f"{str(path)!r} exists and is no earlier report; choose another name",
                 param_hint=option,
@@ -161,18 +159,29 @@ def claim_report(path: Path, option: str, mark: bytes) -> None:
         raise click.BadParameter(f"cannot write in {str(path.parent)!r}", param_hint=option)
 
 
+def _is_report(path: Path, mark: bytes) -> bool:
+    """Whether a file is empty or an earlier report."""
+    from ds4q.artifact.files import NotRegularError, read_head
+
+    try:
+        head = read_head(path, MARK_WITHIN_BYTES)
+    except NotRegularError:
+        return False
+    return not head or mark in head
+
+
 def _is_stdout(path: Path) -> bool:
     with suppress(OSError, ValueError):  # no file, or none that the system knows
         return os.path.samestat(os.fstat(sys.stdout.fileno()), path.stat())
     return False
 
 
-def write_report(path: Path, text: str) -> None:
-    """Write ``text`` to a claimed file, whole or not at all."""
-    from ds4q.artifact.whole import write_whole
+def write_report(path: Path, text: str, mark: bytes) -> None:
+    """Write ``text`` to a claimed file atomically; another file that appeared there is kept."""
+    from ds4q.artifact.files import write_whole
 
     try:
-        write_whole(path, text, mode=0o666)
+        write_whole(path, text, mode=0o666, replace=lambda path: _is_report(path, mark))
     except OSError as error:
         error.filename, error.filename2 = str(path), None
         raise
@@ -184,6 +193,13 @@ def claim_page(path: Path) -> None:
 
     claim_report(path, "--html", MARK)
     load_template()
+
+
+def write_page(path: Path, text: str) -> None:
+    """``write_report`` for a page that ``claim_page`` has claimed."""
+    from ds4q.quantize.page import MARK
+
+    write_report(path, text, MARK)
 
 
 # --- options ----------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def command(
         from ds4q import __version__
         from ds4q.quantize.page import gather, render
 
-        common.write_report(html, render(gather(document, rows, __version__)))
+        common.write_page(html, render(gather(document, rows, __version__)))
     if strict and not document["ok"]:
         click.get_current_context().exit(1)
 

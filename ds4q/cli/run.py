@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 1024
 LARGEST_SEED = (1 << 63) - 1
 EFFORTS = ("low", "high", "max")
+STATS_MARK = b'"timings"'  # near the beginning of every statistics file
 DRAWN_SEEDS = 1 << 32  # short to type again, and exact in every JSON reader
 
 
@@ -168,7 +169,7 @@ def command(
     if reasoning_effort != "low" and not think:
         raise click.UsageError("--reasoning-effort belongs to --think")
     if stats is not None:
-        claim_report(stats, "--stats", b'"timings"')
+        claim_report(stats, "--stats", STATS_MARK)
         trace = model.experts.trace
         if trace is not None and stats.resolve() == trace.resolve():
             raise click.UsageError("--stats and --trace name the same file")
@@ -265,7 +266,7 @@ def _generate(
         answer = _answer(generation, has_text=tokenizer is not None, thinking=telling.thinking)
         emit_json(answer | report)
     if telling.stats is not None:
-        write_report(telling.stats, json.dumps(report, indent=2) + "\n")
+        write_report(telling.stats, json.dumps(report, indent=2) + "\n", STATS_MARK)
     if not telling.quiet:
         _say_statistics(report, engine.load_s if telling.verbose else None)
     if stop is not None:

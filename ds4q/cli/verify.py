@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ds4q.artifact.report import Report
     from ds4q.runtime.gates import Gate
 
+JUNIT_MARK = b"ds4q verify"  # near the beginning of every report
+
 
 @click.command("verify")
 @click.argument(
@@ -130,7 +132,7 @@ def command(
     if signature is not None and public_key is None:
         raise click.UsageError("--signature belongs to --public-key")
     if junit is not None:
-        common.claim_report(junit, "--junit", b"ds4q verify")
+        common.claim_report(junit, "--junit", JUNIT_MARK)
     if html is not None:
         if html == junit:
             raise click.UsageError("--html and --junit name the same file")
@@ -165,9 +167,9 @@ def command(
             reports = [page]
     try:
         if junit is not None:  # first: a full standard output must not cost it
-            common.write_report(junit, junit_of(reports))
+            common.write_report(junit, junit_of(reports), JUNIT_MARK)
         if html is not None and page is not None:
-            common.write_report(html, _page(page))
+            common.write_page(html, _page(page))
     finally:  # nor it what is on the screen
         if as_json:
             common.emit_json(targets.document_of(reports) if together else reports[0].document())
@@ -191,7 +193,7 @@ def _reported(junit: Path | None, path: Path) -> Iterator[None]:
             report = Report({"path": str(path), "name": path.name})
             with report.check("verify") as check:
                 check.fail(Failure(message))
-            common.write_report(junit, junit_of([report]))
+            common.write_report(junit, junit_of([report]), JUNIT_MARK)
 
     write("the run did not finish")
     try:

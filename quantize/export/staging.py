@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
 from ds4q.artifact import stops
-from ds4q.artifact.files import free_bytes
+from ds4q.artifact.files import free_bytes, fsync_folder, publish
 from ds4q.artifact.hfq import U8, flat
-from ds4q.artifact.writer import PARTIAL_SUFFIX, WriteError, fsync_folder
+from ds4q.artifact.writer import PARTIAL_SUFFIX, WriteError
 from ds4q.quantize.export.plan import PlannedFile
-from ds4q.quantize.job import OutputExistsError, OutputPlaceError, SpaceError, UnfinishedError
+from ds4q.quantize.job import SpaceError
+from ds4q.quantize.outputs import OutputExistsError, OutputPlaceError, UnfinishedError
 
 
 def check_place(out: Path) -> None:
@@ -83,6 +83,7 @@ class Staging:
     ) -> None:
         if not self._published:
             self._discard()
+        self._close()
 
     def _create(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -107,14 +108,13 @@ class Staging:
         with self._writing():
             for fd in self._fds:
                 os.fsync(fd)
-            self._close()
             fsync_folder(self._folder)
-            check_place(self._out)  # the export took its time: somebody may have used the name
             whole = self._folder if self._is_folder else self._folder / self._planned[0].name
-            os.rename(whole, self._out)
+            publish(whole, self._out)
             self._published = True
             if not self._is_folder:
-                self._folder.rmdir()
+                with suppress(OSError):  # a file that is not ours may be in it
+                    self._folder.rmdir()
             fsync_folder(self._out.parent)
 
     @contextmanager
@@ -138,7 +138,15 @@ class Staging:
                 os.close(self._fds.pop())
 
     def _discard(self) -> None:
-        """Remove what this export began; failing at that must not hide what went wrong first."""
+        """Remove what this export wrote; a file that is not its own stays, and its folder then too.
+
+        A failure must not hide what went wrong first.
+        """
         with stops.held():
+            with suppress(OSError):
+                for fd, file in zip(self._fds, self._planned, strict=False):
+                    path = self._folder / file.name
+                    if os.path.samestat(os.fstat(fd), path.lstat()):
+                        path.unlink()
+                self._folder.rmdir()
             self._close()
-            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Owns writing an imatrix: where it may go, deterministic bytes, whole or not at all."""
+"""Writing an imatrix: where it may go, and deterministic bytes, published atomically."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 import numpy.typing as npt
 import xxhash
 
+from ds4q.artifact.files import read_head
 from ds4q.artifact.metadata import canonical
-from ds4q.artifact.writer import PartialFile, fsync_folder
+from ds4q.artifact.newfile import NewFile
 from ds4q.quantize.errors import JobError
 from ds4q.quantize.imatrix.own import BEGINNING, DTYPES, FORMAT, LayerStatistics
 from ds4q.quantize.safetensors import LENGTH_BYTES
@@ -49,8 +50,7 @@ def claim_place(path: Path, *, force: bool) -> None:
             path=path,
             remedy="name the file itself",
         )
-    with path.open("rb") as file:
-        head = file.read(LENGTH_BYTES + len(BEGINNING))
+    head = read_head(path)[: LENGTH_BYTES + len(BEGINNING)]
     if not force and head[LENGTH_BYTES:] != BEGINNING:
         raise ImatrixPlaceError(
             "output exists and is no imatrix of ds4q",
@@ -83,7 +83,8 @@ def write_imatrix(
     Raises
     ------
     ImatrixPlaceError : something else stands there
-    WriteError : another process writes the same file
+    WriteError : another process writes the same file, or it cannot be written
+    AppearedError : a file appeared at ``path`` meanwhile
     """
     claim_place(path, force=force)
     metadata = {
@@ -108,22 +109,11 @@ def write_imatrix(
     raw += b" " * (-len(raw) % 8)
     front = len(raw).to_bytes(LENGTH_BYTES, "little") + raw
     digest = hashlib.sha256()
-    partial = PartialFile(path, len(front) + end)
-    try:
-        partial.allocate()
-        at = 0
+    with NewFile(path) as file:
         for data in chain([front], (values.tobytes() for _, values in _tensors(layers))):
-            partial.pwrite(data, at)
+            file.write(data)
             digest.update(data)
-            at += len(data)
-        partial.sync()
-        os.replace(partial.path, path)
-        fsync_folder(path.parent)
-    except BaseException:
-        partial.discard()
-        raise
-    finally:
-        partial.close()
+        file.publish()
     return digest.hexdigest()
 
 

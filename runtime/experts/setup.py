@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.newfile import NewFile
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import CacheError
 from ds4q.runtime.experts.adapter import Adapter, read_adapter
 from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.experts.header import Header
-from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.ownership import ExpertOwnership
 from ds4q.runtime.experts.pager import Pager

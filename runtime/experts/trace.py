@@ -21,9 +21,9 @@ import xxhash
 import zstandard
 
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.newfile import NewFile
 from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.header import Header, read_header
-from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.regular import open_regular
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")

@@ -146,16 +146,18 @@ def test_text_is_written_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == ["r.json"]
 
 
-@pytest.fixture(params=[True, False], ids=["nameless", "named"])
-def tmpfile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the file system can make a file without a name."""
-    if not request.param:
+@pytest.fixture(params=["nameless", "named", "no links"])
+def tmpfile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the file system can make a file without a name, and give it one."""
+    if request.param == "named":
         monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_WRONLY)  # EISDIR, as of old
-    return bool(request.param)
+    elif request.param == "no links":
+        without_links(monkeypatch)
+    return str(request.param)
 
 
 def test_a_created_file_has_its_bytes_from_the_beginning(
-    tmpfile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmpfile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, fsync = tmp_path / "x", os.fsync
     seen: list[list[str]] = []
@@ -166,7 +168,7 @@ def test_a_created_file_has_its_bytes_from_the_beginning(
 
     monkeypatch.setattr(os, "fsync", look)
     fd = create(path, b"mark", mode=0o640)
-    assert seen == [[] if tmpfile else ["x"]]
+    assert seen == {"nameless": [[]], "named": [["x"]], "no links": [[], ["x"]]}[tmpfile]
     os.write(fd, b" and more")
     os.close(fd)
     assert path.read_bytes() == b"mark and more"
@@ -182,7 +184,7 @@ def test_a_created_file_has_its_bytes_from_the_beginning(
 
 
 def test_a_file_that_cannot_be_created_leaves_nothing(
-    tmpfile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmpfile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")

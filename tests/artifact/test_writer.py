@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,16 @@ from ds4q.artifact.errors import (
     PayloadSizeError,
     TensorTypeError,
 )
+from ds4q.artifact.files import AppearedError, ForeignFileError
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.writer import LockedError, PartialFile, TensorSpec, layout
+from ds4q.artifact.writer import (
+    UNFINISHED,
+    LockedError,
+    PartialFile,
+    TensorSpec,
+    WriteError,
+    layout,
+)
 from tests.artifact.build import METADATA
 from tests.checks import check_refused
 
@@ -167,7 +176,7 @@ def test_writes_are_positioned(tmp_path: Path) -> None:
     file.sync()
     out = np.full((4, 5), 9, dtype=np.uint8)
     file.pread_into(out, 0)
-    assert out.tobytes() == b"ab" + bytes(8) + bytes(range(6)) + b"\0\0yz"
+    assert out.tobytes() == b"ab" + UNFINISHED[2:10] + bytes(range(6)) + b"\0\0yz"
     file.discard()
     assert os.listdir(tmp_path) == []
 
@@ -199,8 +208,8 @@ def test_scattered_array_is_not_written(tmp_path: Path) -> None:
 def test_a_write_that_makes_no_progress_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: 0)
     file = opened(tmp_path)
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: 0)
     with pytest.raises(OSError, match="returned 0 bytes"):
         file.pwrite(b"abc", 0)
     file.close()
@@ -238,7 +247,7 @@ def test_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
     assert file.path.stat().st_size == 1000
     assert file.path.read_bytes()[:5] == b"first"
     file.close()
-    PartialFile(tmp_path / "x.hfq", 5).close()
+    PartialFile(tmp_path / "x.hfq", 5, recognize=lambda head: head.startswith(b"first")).close()
 
 
 def test_second_process_is_refused(tmp_path: Path) -> None:
@@ -273,10 +282,10 @@ def test_lock_of_a_file_that_was_published_meanwhile(
         os.replace(final.with_name("x.hfq.partial"), final)
         flock(fd, how)
 
-    final.with_name("x.hfq.partial").write_bytes(b"whole artifact")
+    final.with_name("x.hfq.partial").write_bytes(UNFINISHED + b"artifact")
     monkeypatch.setattr(fcntl, "flock", late)
     check_refused(LockedError, lambda: PartialFile(final, 5))
-    assert final.read_bytes() == b"whole artifact"
+    assert final.read_bytes() == UNFINISHED + b"artifact"
 
 
 def test_a_refused_lock_leaks_no_descriptor(tmp_path: Path) -> None:
@@ -289,18 +298,76 @@ def test_a_refused_lock_leaks_no_descriptor(tmp_path: Path) -> None:
     file.close()
 
 
-# ------------------------------------------------------------------ durable files
+# ------------------------------------------------------------------ whose file it is
 
 
-def test_write_durably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    write = os.write
-    monkeypatch.setattr(os, "fsync", synced.append)
-    monkeypatch.setattr(os, "write", lambda fd, view: write(fd, view[:3]))
-    path = tmp_path / "r"
-    path.write_bytes(b"x" * 100)
-    writer.write_durably(path, b"0123456789")
-    assert path.read_bytes() == b"0123456789"
-    assert len(synced) == 1
-    writer.fsync_folder(tmp_path)
-    assert len(synced) == 2
+def test_under_its_name_the_file_always_has_its_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed at any system call leaves no nameless partial file."""
+    seen: list[bytes] = []
+
+    def look(*_: object) -> None:
+        path = tmp_path / "x.hfq.partial"
+        seen.append(path.read_bytes() if path.exists() else b"")
+
+    for name in ("fsync", "pwrite", "unlink", "link", "ftruncate"):
+        call = getattr(os, name)
+
+        def spied(*given: object, call: Callable[..., object] = call, **named: object) -> object:
+            look()
+            done = call(*given, **named)
+            look()
+            return done
+
+        monkeypatch.setattr(os, name, spied)
+    file = PartialFile(tmp_path / "x.hfq", 100, mark=b"mark")
+    file.allocate()
+    file.pwrite(b"data", 50)
+    file.reset()
+    file.close()
+    assert len(seen) > 6
+    assert all(raw[:4] in (b"", b"mark") for raw in seen)
+    assert (tmp_path / "x.hfq.partial").read_bytes() == b"mark"
+
+
+def test_a_partial_file_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.hfq.partial"
+    for mine in (b"", b"notes", b"HFQM" + bytes(100), b"ds4q.unfinished.job\n"):
+        path.write_bytes(mine)
+        check_refused(ForeignFileError, lambda: PartialFile(tmp_path / "x.hfq", 5), path=path)
+        assert path.read_bytes() == mine
+    PartialFile(tmp_path / "x.hfq", 5, recognize=lambda head: head == mine).close()
+    file = PartialFile(tmp_path / "y.hfq", 5)
+    file.close()
+    os.link(file.path, tmp_path / "other")
+    check_refused(ForeignFileError, lambda: PartialFile(tmp_path / "y.hfq", 5), says=["2 hard"])
+    (tmp_path / "other").unlink()
+    inputs = [file.path.stat()]
+    check_refused(
+        ForeignFileError, lambda: PartialFile(tmp_path / "y.hfq", 5, inputs=inputs), says=["input"]
+    )
+
+
+def test_another_file_of_that_name_is_neither_published_nor_removed(tmp_path: Path) -> None:
+    for end in ("publish", "discard"):
+        file = opened(tmp_path)
+        file.path.unlink()
+        file.path.write_bytes(b"mine")
+        if end == "publish":
+            check_refused(WriteError, file.publish, path=file.path, says=["another program"])
+        file.discard()
+        assert file.path.read_bytes() == b"mine"
+        assert os.listdir(tmp_path) == [file.path.name]
+        file.path.unlink()
+
+
+def test_publishing_keeps_what_appeared(tmp_path: Path) -> None:
+    file = opened(tmp_path)
+    file.final.write_bytes(b"mine")
+    check_refused(AppearedError, file.publish, path=file.final)
+    assert file.final.read_bytes() == b"mine"
+    file.publish(replace=True)
+    file.close()
+    assert os.listdir(tmp_path) == ["x.hfq"]
+    assert file.final.stat().st_size == 1000

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from ds4q.artifact import files
-from ds4q.artifact.writer import FileLock, LockedError, PartialFile, fsync_folder
+from ds4q.artifact.files import fsync_folder
+from ds4q.artifact.writer import FileLock, LockedError, PartialFile
 from tests.checks import check_refused
 
 

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ds4q.cli import main
+from ds4q.quantize.outputs import MARK
 from ds4q.quantize.recipe import RECIPES
 from tests.quantize import models
 from tests.quantize.builders import RANDOM, TINY
@@ -194,7 +195,7 @@ def test_each_refusal_is_one_line_with_its_place_and_a_remedy(source: Path, fold
 
 
 def test_an_unfinished_job_is_refused_with_both_ways_out(source: Path, folder: Path) -> None:
-    (folder / "x.hfq.partial").write_bytes(bytes(100))
+    (folder / "x.hfq.partial").write_bytes(MARK)
     line = refused(source, "--allow-partial", "-o", folder / "x.hfq")
     assert "an unfinished job lies here: found 0 of" in line
     assert line.endswith("continue it with --resume, or start over with --force")

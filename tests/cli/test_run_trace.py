@@ -13,13 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.writer import LockedError
+from ds4q.artifact.writer import UNFINISHED, LockedError
 from ds4q.cli import main
 from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.device.engine import HipEngine
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import RunError
-from ds4q.runtime.experts.newfile import UNFINISHED
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.profile import Profile

@@ -217,7 +217,7 @@ def test_a_full_standard_output_does_not_cost_the_report(damaged: Path, tmp_path
 def test_a_report_that_cannot_be_written_does_not_cost_what_is_printed(
     artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, text: str) -> None:
+    def refuse(path: Path, text: str, mark: bytes) -> None:
         if "did not finish" not in text:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 

@@ -16,7 +16,7 @@ from ds4q.artifact.hfq import Reader
 from ds4q.quantize import encoding as module
 from ds4q.quantize.encoding import encoding_from_metadata, find_encoding, parse_encoding
 from ds4q.quantize.errors import EncodingError, SourceError
-from ds4q.quantize.job import OutputExistsError
+from ds4q.quantize.outputs import OutputExistsError
 from tests.quantize import models
 from tests.quantize.damage import rebuild
 

@@ -6,8 +6,8 @@ import os
 import stat
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ import pytest
 
 from ds4q import api
 from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.files import AppearedError, ForeignFileError
 from ds4q.artifact.receipt import read_receipt
 from ds4q.artifact.writer import LockedError, PartialFile, WriteError
-from ds4q.quantize.job import OutputExistsError, OutputPlaceError, SpaceError, UnfinishedError
+from ds4q.quantize.job import SpaceError
+from ds4q.quantize.journal import Journal
+from ds4q.quantize.outputs import MARK, OutputExistsError, OutputPlaceError, UnfinishedError
 from tests.checks import check_refused
 from tests.quantize import models
 
@@ -115,10 +118,10 @@ def test_a_folder_at_a_final_name_is_refused_even_with_force(
     (folder / which).mkdir()
     for force in (False, True):
         check_refused(
-            OutputPlaceError,
+            OutputPlaceError if which == "x.hfq" else ForeignFileError,
             partial(models.run, source, folder / "x.hfq", force=force),
             path=folder / which,
-            says=["output is a folder, a device or a link"],
+            says=["found a folder"],
         )
     assert names(folder) == [which]
 
@@ -135,24 +138,126 @@ def test_a_device_is_refused_and_stays_one(source: Path) -> None:
     assert not Path("/dev/full.journal").exists()
 
 
-@pytest.mark.parametrize(
-    "which", ["x.hfq", "x.hfq.receipt", "x-dspark.hfq", "x-dspark.hfq.receipt"]
-)
 def test_existing_output_is_refused_without_force(
-    which: str, source: Path, folder: Path, expected: dict[str, str]
+    source: Path, folder: Path, expected: dict[str, str]
 ) -> None:
-    (folder / which).write_text("somebody's")
+    (folder / "x.hfq").write_text("somebody's")
     for resume in (False, True):
         check_refused(
             OutputExistsError,
             partial(models.run, source, folder / "x.hfq", resume=resume),
-            path=folder / which,
+            path=folder / "x.hfq",
             says=["--force"],
         )
-    assert names(folder) == [which]
-    assert (folder / which).read_text() == "somebody's"
+    assert names(folder) == ["x.hfq"]
+    assert (folder / "x.hfq").read_text() == "somebody's"
     models.run(source, folder / "x.hfq", force=True)
     assert models.digests(folder) == expected
+
+
+DERIVED = ["x.hfq.receipt", "x-dspark.hfq", "x-dspark.hfq.receipt"]
+DERIVED += [f"{name}.partial" for name in ("x.hfq", *DERIVED)] + ["x.hfq.journal"]
+
+
+@pytest.mark.parametrize("which", DERIVED)
+def test_a_file_of_the_user_at_a_derived_name_is_kept_whatever_the_options(
+    which: str, source: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Text, an empty file, a 3 GiB hole, a pipe, a link, and a hard link to an input."""
+
+    def hole(path: Path) -> None:
+        path.touch()
+        os.truncate(path, 3 << 30)
+
+    kinds: list[Callable[[Path], object]] = [
+        lambda path: path.write_text("my diary"),
+        Path.touch,
+        hole,
+        os.mkfifo,
+        lambda path: path.symlink_to(source / "config.json"),
+        lambda path: os.link(source / "config.json", path),
+    ]
+    inputs = models.digests(source)
+    for make in kinds:
+        make(folder / which)
+        before = os.lstat(folder / which)
+        for options in ({}, {"resume": True}, {"force": True}, {"dry_run": True}):
+            check_refused(
+                ForeignFileError,
+                partial(models.run, source, folder / "x.hfq", **options),
+                path=folder / which,
+                says=["did not write", "move it away"],
+            )
+        after = os.lstat(folder / which)
+        assert (after.st_ino, after.st_size, after.st_mtime_ns) == (
+            before.st_ino,
+            before.st_size,
+            before.st_mtime_ns,
+        )
+        assert names(folder) == [which]
+        (folder / which).unlink()
+    assert models.digests(source) == inputs
+
+
+@pytest.mark.parametrize("which", ["x.hfq", "x.hfq.receipt"])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_that_appears_meanwhile_is_kept(
+    which: str, force: bool, source: Path, folder: Path, expected: dict[str, str]
+) -> None:
+    """The work is kept, too: once the file is out of the way, --resume publishes it."""
+    appeared = threading.Event()
+
+    def progress(label: str, total: int) -> Any:
+        def advance(nbytes: int) -> None:
+            if not appeared.is_set():
+                appeared.set()
+                (folder / which).write_text("copied here meanwhile")
+
+        return nullcontext(advance)
+
+    def job(**options: Any) -> None:
+        models.run(source, folder / "x.hfq", progress=progress, force=force, **options)
+
+    if force and which == "x.hfq":  # the user allowed that this name is replaced
+        job()
+    else:
+        kind = ForeignFileError if force else AppearedError
+        check_refused(kind, job, path=folder / which)
+        assert (folder / which).read_text() == "copied here meanwhile"
+        assert not (folder / "x-dspark.hfq").exists()
+        (folder / which).unlink()
+        models.run(source, folder / "x.hfq", resume=True)
+    assert models.digests(folder) == expected
+
+
+def test_a_name_must_leave_room_for_all_its_siblings(source: Path, folder: Path) -> None:
+    """The longest is that of the draft's unfinished receipt."""
+    longest = "-dspark.hfq.receipt.partial"
+    name = "x" * (255 - len(longest))
+    check_refused(
+        OutputPlaceError,
+        lambda: models.run(source, folder / f"{name}y.hfq"),
+        says=["too long", "at most 255 bytes", "found 256 bytes", "1 bytes shorter"],
+    )
+    assert names(folder) == []
+    models.run(source, folder / f"{name}.hfq")
+    assert f"{name}-dspark.hfq.receipt" in names(folder)
+
+
+def test_output_beside_a_single_file_source(tmp_path: Path) -> None:
+    models.save(tmp_path, models.mini_tensors(), shard_of=lambda name: "all")
+    before = models.digests(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    source = tmp_path / "model-all.safetensors"
+    models.run(source, tmp_path / "x.hfq")
+    assert api.verify(tmp_path / "x.hfq", require_receipt=True).ok
+    for name in ("model-all.safetensors", "config.json"):
+        check_refused(
+            OutputPlaceError,
+            partial(models.run, source, tmp_path / name, force=True),
+            says=["an input of this job"],
+        )
+        assert models.digests(tmp_path)[name] == before[name]
 
 
 @pytest.mark.parametrize("dangling", [False, True])
@@ -169,10 +274,10 @@ def test_a_link_is_neither_followed_nor_replaced(
     (folder / which).symlink_to(precious)
     for force in (False, True):
         check_refused(
-            OutputPlaceError,
+            OutputPlaceError if which == "x.hfq" else ForeignFileError,
             partial(models.run, source, folder / "x.hfq", force=force),
             path=folder / which,
-            says=["a link"],
+            says=["found a symbolic link"],
         )
     assert names(folder) == [which]
     assert precious.exists() != dangling
@@ -202,10 +307,14 @@ def test_a_job_that_lies_unfinished_says_how_much_is_done(source: Path, folder: 
 def test_starting_over_forgets_the_unfinished_job(
     source: Path, folder: Path, expected: dict[str, str]
 ) -> None:
-    (folder / "x.hfq.partial").write_bytes(b"\xff" * 500_000)
-    (folder / "x-dspark.hfq.partial").write_bytes(b"\xff" * 10)
-    (folder / "x.hfq.receipt.partial").write_bytes(b"\xff" * 500_000)
-    (folder / "x.hfq.journal").write_text("anything")
+    (folder / "x.hfq.partial").write_bytes(MARK + b"\xff" * 500_000)
+    (folder / "x-dspark.hfq.partial").write_bytes(MARK + b"\xff" * 10)
+    models.run(source, folder / "y.hfq")
+    receipt = (folder / "y.hfq.receipt").read_bytes()
+    for path in folder.glob("y*"):
+        path.unlink()
+    (folder / "x.hfq.receipt.partial").write_bytes(receipt)
+    (folder / "x.hfq.journal").write_text('0123456789abcdef {"format":"ds4q.journal.v1", torn')
     models.run(source, folder / "x.hfq", force=True)
     assert models.digests(folder) == expected
 
@@ -219,34 +328,13 @@ def test_starting_over_with_other_outputs_leaves_no_partial_file(
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ds4q.quantize.job.write_durably", stop)  # the first receipt
+        patch.setattr(Journal, "publish", stop)  # all receipts are written
         with pytest.raises(KeyboardInterrupt):
             models.run(source, folder / "x.hfq")
-    (folder / "x-dspark.hfq.receipt.partial").write_bytes(b"of the abandoned job")
+    assert "x-dspark.hfq.receipt.partial" in names(folder)
     assert "x-dspark.hfq.partial" in names(folder)
     models.run(source, folder / "x.hfq", draft="keep", force=True)
     assert names(folder) == ["x.hfq", "x.hfq.receipt"]
-
-
-@pytest.mark.parametrize("which", ["x.hfq.partial", "x-dspark.hfq.receipt.partial"])
-def test_a_folder_at_a_partial_name_is_refused(which: str, source: Path, folder: Path) -> None:
-    (folder / which).mkdir()
-    check_refused(
-        OutputPlaceError,
-        lambda: models.run(source, folder / "x.hfq", force=True),
-        path=folder / which,
-    )
-    assert names(folder) == [which]
-
-
-def test_a_journal_that_is_a_link_leads_no_bytes_elsewhere(
-    source: Path, folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "precious").write_text("untouched")
-    (folder / "x.hfq.journal").symlink_to(tmp_path / "precious")
-    with pytest.raises(WriteError, match="symbolic links"):
-        models.run(source, folder / "x.hfq", force=True)
-    assert (tmp_path / "precious").read_text() == "untouched"
 
 
 # ---------------------------------------------------------------- space, locks, rights
@@ -312,11 +400,11 @@ def test_a_second_job_on_the_same_output_is_refused(
 
 def test_a_lock_on_the_sidecar_alone_leaves_it_alone(source: Path, folder: Path) -> None:
     """Another job may write x-dspark.hfq as its own trunk."""
-    other = PartialFile(folder / "x-dspark.hfq", 7)
+    other = PartialFile(folder / "x-dspark.hfq", 70, mark=MARK)
     other.allocate()
     with pytest.raises(LockedError):
         models.run(source, folder / "x.hfq", force=True)
-    assert (folder / "x-dspark.hfq.partial").stat().st_size == 7
+    assert (folder / "x-dspark.hfq.partial").stat().st_size == 70
     assert not (folder / "x.hfq.journal").exists()
     other.close()
 

@@ -6,6 +6,7 @@ never disturbed.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -27,8 +29,13 @@ import pytest
 from benchmarks import flash_layer
 from ds4q import api
 from ds4q.artifact import stops
+from ds4q.artifact.hfq import Reader
+from ds4q.artifact.receipt import read_receipt
 from ds4q.artifact.stops import Terminated
+from ds4q.quantize.finished import DamagedOutputError
 from ds4q.quantize.journal import read_journal
+from ds4q.quantize.outputs import MARK
+from tests.checks import check_refused
 from tests.quantize import models, traps
 from tests.quantize.builders import RANDOM
 
@@ -84,7 +91,7 @@ def test_killed_while_replacing_finished_output(
     old = models.digests(tmp_path / "old")
     assert old.keys() == expected.keys()
     seen = set()
-    points = [("ftruncate", 1), ("write", 1), ("write", 3), ("fsync", 4)]
+    points = [("ftruncate", 1), ("write", 4), ("write", 6), ("fsync", 5)]  # behind the journal
     for call, n in points + [("replace", n) for n in (1, 2, 3, 4)]:
         folder = tmp_path / f"{call}{n}"
         folder.mkdir()
@@ -128,6 +135,60 @@ def test_killed_again_and_again(
     ended = server.job(source, out, resume=True)
     assert (ended["error"], ended["counts"]["pwrite"]) == (None, 0)  # all was there
     assert models.digests(tmp_path) == expected
+
+
+def zeros_behind_the_front(path: Path) -> None:
+    with Reader(path) as reader:
+        start, end = reader.data_offset, reader.file_bytes
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(bytes(end - start))
+
+
+def flip_the_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def another_digest(path: Path) -> None:
+    """A receipt that contradicts the payload, and one that contradicts itself."""
+    receipt = read_receipt(path)
+    first = dataclasses.replace(receipt.tensors[0], xxh3="0" * 32)
+    path.write_bytes(dataclasses.replace(receipt, tensors=(first, *receipt.tensors[1:])).encode())
+
+
+def another_source(path: Path) -> None:
+    receipt = read_receipt(path)
+    tensor = receipt.tensors[0]
+    first = dataclasses.replace(
+        tensor, sources=tuple(dataclasses.replace(s, xxh3="0" * 32) for s in tensor.sources)
+    )
+    path.write_bytes(dataclasses.replace(receipt, tensors=(first, *receipt.tensors[1:])).encode())
+
+
+@pytest.mark.parametrize("stem", ["x.hfq", "x-dspark.hfq"])
+@pytest.mark.parametrize(
+    ("change", "suffix"),
+    [
+        (zeros_behind_the_front, ""),
+        (flip_the_last_bit, ""),
+        (another_digest, ".receipt"),
+        (another_source, ".receipt"),
+    ],
+)
+def test_a_finished_job_is_read_whole(
+    stem: str, change: Callable[[Path], None], suffix: str, source: Path, tmp_path: Path
+) -> None:
+    """Its front alone, or its receipt alone, shows nothing."""
+    out = tmp_path / "x.hfq"
+    models.run(source, out)
+    change(tmp_path / f"{stem}{suffix}")
+    before = models.digests(tmp_path)
+    check_refused(
+        DamagedOutputError, lambda: models.run(source, out, resume=True), says=["--force"]
+    )
+    assert models.digests(tmp_path) == before
 
 
 def test_a_finished_job_is_recognised(
@@ -215,12 +276,18 @@ def test_a_damaged_file_gets_no_final_name(
 def test_starting_over_and_killed_before_the_new_journal(
     server: traps.Server, source: Path, expected: dict[str, str], tmp_path: Path
 ) -> None:
-    """An old journal says that only renames are left; the partial files are new and empty."""
+    """An old journal says that only renames are left; the partial files are new and empty.
+
+    Nothing says any more that the user allowed replacing what the old job had published.
+    """
     out = tmp_path / "x.hfq"
     server.job(source, out, call="replace", n=4)  # the trunk's partial file is left
-    assert server.job(source, out, force=True, call="ftruncate", n=2)["killed"]
-    assert (tmp_path / "x-dspark.hfq.partial").read_bytes() == b""
-    assert server.job(source, out, resume=True)["error"] is None
+    assert server.job(source, out, force=True, call="link", n=2)["killed"]
+    assert (tmp_path / "x-dspark.hfq.partial").read_bytes() == MARK
+    before = models.digests(tmp_path)
+    assert "output exists" in server.job(source, out, resume=True)["error"]
+    assert models.digests(tmp_path) == before
+    assert server.job(source, out, force=True)["error"] is None
     assert models.digests(tmp_path) == expected
 
 
@@ -334,17 +401,19 @@ def test_a_stop_while_work_is_handed_out_ends_the_job(
 
 def interrupt_at(patch: pytest.MonkeyPatch, call: str, n: int) -> None:
     """The ``n``-th call of ``os.<call>`` is a Ctrl-C."""
-    real, lock, calls = getattr(os, call), threading.Lock(), [0]
+    lock, calls = threading.Lock(), [0]
+    for module, attribute in traps.places(call):
+        real = getattr(module, attribute)
 
-    def wrapper(*arguments: Any, **options: Any) -> Any:
-        with lock:
-            calls[0] += 1
-            due = calls[0] == n
-        if due:
-            raise KeyboardInterrupt
-        return real(*arguments, **options)
+        def wrapper(*arguments: Any, real: Any = real, **options: Any) -> Any:
+            with lock:
+                calls[0] += 1
+                due = calls[0] == n
+            if due:
+                raise KeyboardInterrupt
+            return real(*arguments, **options)
 
-    patch.setattr(os, call, wrapper)
+        patch.setattr(module, attribute, wrapper)
 
 
 @pytest.mark.parametrize("call", traps.CALLS)
@@ -362,7 +431,7 @@ def test_interrupted_at_each_system_call(
             with pytest.raises(KeyboardInterrupt):
                 models.run(source, folder / "x.hfq")
         check_nothing_half_made(folder, expected)
-        assert list(folder.iterdir())
+        assert list(folder.iterdir()) or n == 1
         models.run(source, folder / "x.hfq", resume=True)
         assert models.digests(folder) == expected, n
 

@@ -16,7 +16,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-CALLS = ("pwrite", "write", "fsync", "ftruncate", "replace", "unlink")
+CALLS = ("pwrite", "write", "fsync", "ftruncate", "link", "replace", "unlink")
+
+
+def places(call: str) -> list[tuple[Any, str]]:
+    """Where a system call is made: ``replace`` is the publishing of a file, however it is done."""
+    from ds4q.quantize import outputs
+
+    return [(outputs, "publish")] if call == "replace" else [(os, call)]
 
 
 class Counted:
@@ -26,7 +33,9 @@ class Counted:
         self.counts = dict.fromkeys(CALLS, 0)
         self._lock = threading.Lock()
         for name in CALLS:
-            setattr(os, name, self._counted(name, getattr(os, name), call, n, number))
+            for module, attribute in places(name):
+                real = getattr(module, attribute)
+                setattr(module, attribute, self._counted(name, real, call, n, number))
 
     def _counted(self, name: str, real: Any, call: str | None, n: int, number: int) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ds4q.artifact.files import ForeignFileError
 from ds4q.artifact.writer import LockedError, PartialFile
 from ds4q.registry import remote, transfer
 from ds4q.registry.errors import (
@@ -26,7 +27,6 @@ from ds4q.registry.errors import (
     SizeError,
     SpaceError,
     TransferError,
-    UnfinishedError,
 )
 from ds4q.registry.fetch import Wanted, fetch
 from tests.checks import check_refused
@@ -543,7 +543,7 @@ def test_a_file_that_appears_meanwhile_is_kept(
     to = tmp_path / "a.fp4"
     if not links:
 
-        def no_link(source: Path, to: Path) -> None:
+        def no_link(source: Path, to: Path, **how: object) -> None:
             raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(to))
 
         monkeypatch.setattr(os, "link", no_link)
@@ -584,7 +584,9 @@ def test_somebody_elses_partial_file_is_kept(
     if journal is not None:
         (tmp_path / "a.fp4.partial.blocks").write_bytes(journal)
     check_refused(
-        UnfinishedError, lambda: fetch(wanted(server, digest), tmp_path / "a.fp4"), path=partial
+        ForeignFileError,
+        lambda: fetch(wanted(server, digest), tmp_path / "a.fp4"),
+        says=["a.fp4.partial", "did not write", "move it away"],
     )
     assert partial.read_bytes() == b"half a quantize job"
     assert server.requests == []
@@ -594,10 +596,10 @@ def test_nothing_is_written_through_a_link(server: Server, digest: str, tmp_path
     (tmp_path / "elsewhere").write_bytes(b"")
     (tmp_path / "a.fp4.partial").symlink_to(tmp_path / "elsewhere")
     check_refused(
-        UnfinishedError,
+        ForeignFileError,
         lambda: fetch(wanted(server, digest), tmp_path / "a.fp4"),
         path=tmp_path / "a.fp4.partial",
-        says=["a link stands", "move it away"],
+        says=["a symbolic link", "move it away"],
     )
     assert (tmp_path / "elsewhere").read_bytes() == b""
     assert server.requests == []

@@ -300,10 +300,17 @@ def test_another_file_of_the_same_length_stays(tmp_path: Path, way: str) -> None
     assert path.read_bytes() == b"bb"
 
 
+JOURNAL = (
+    b'{"format": "ds4q.blocks.v1", "block_bytes": 4194304, "url": "http://host/x", '
+    b'"size_bytes": 100, "validator": "", "sha256": ""}\n'
+)
+"""Of an unfinished download of 100 bytes."""
+
+
 def test_an_abandoned_download_goes_by_its_name_unless_it_is_in_use(tmp_path: Path) -> None:
-    files = {"a.fp4.partial": b"beginning", "a.fp4.partial.blocks": b"journal", "a.fp4": b"aa"}
+    files = {"a.fp4.partial": b"beginning", "a.fp4.partial.blocks": JOURNAL, "a.fp4": b"aa"}
     store = filled(tmp_path / "m", files)
-    holder = PartialFile(store.path("a.fp4"), 0)
+    holder = PartialFile(store.path("a.fp4"), 0, recognize=lambda head: head == b"beginning")
     with pytest.raises(LockedError):
         plan_removal(shared(), store, ["a.fp4.partial"])
     with pytest.raises(LockedError):
@@ -314,10 +321,11 @@ def test_an_abandoned_download_goes_by_its_name_unless_it_is_in_use(tmp_path: Pa
 
 def test_an_abandoned_download_goes_with_its_tag(tmp_path: Path) -> None:
     begun = [f"{name}.partial{end}" for name in ("d", "a.fp4") for end in (".blocks", "")]
-    store = filled(tmp_path / "m", dict.fromkeys(begun, b"beginning"))
+    files = {name: JOURNAL if name.endswith(".blocks") else b"beginning" for name in begun}
+    store = filled(tmp_path / "m", files)
     document = registry_of({"m:a": registered("a.fp4", b"aa", dspark=sidecar("d", b"d"))})
     removal = plan_removal(document, store, ["m:a"])
-    assert removal.files == tuple((name, 9) for name in begun)
+    assert removal.files == tuple((name, len(files[name])) for name in begun)
     assert gone(document, store, "m:a") == begun
     assert left(store) == set()
 
@@ -328,8 +336,22 @@ def test_an_unfinished_job_of_the_same_name_stays(tmp_path: Path) -> None:
     assert gone(shared(), store, "m:a") == ["a.fp4"]
 
 
+@pytest.mark.parametrize("journal", [b"my notes", b"", JOURNAL[:-3]])
+def test_what_is_not_a_download_by_its_beginning_stays(tmp_path: Path, journal: bytes) -> None:
+    files = {"a.fp4.partial": b"mine", "a.fp4.partial.blocks": journal, "a.fp4": b"aa"}
+    store = filled(tmp_path / "m", files)
+    assert gone(shared(), store, "m:a") == ["a.fp4"]
+    assert gone(shared(), store, "a.fp4.partial") == ["a.fp4.partial"]  # the user names it
+    assert (store.folder / "a.fp4.partial.blocks").read_bytes() == journal
+
+
+def test_nor_is_a_file_longer_than_the_download(tmp_path: Path) -> None:
+    files = {"a.fp4.partial": bytes(101), "a.fp4.partial.blocks": JOURNAL, "a.fp4": b"aa"}
+    assert gone(shared(), filled(tmp_path / "m", files), "m:a") == ["a.fp4"]
+
+
 def test_a_download_that_another_installed_tag_needs_stays(tmp_path: Path) -> None:
-    files = {"d.partial": b"d", "d.partial.blocks": b"j", "a.fp4": b"aa", "b.fp4": b"bb"}
+    files = {"d.partial": b"d", "d.partial.blocks": JOURNAL, "a.fp4": b"aa", "b.fp4": b"bb"}
     store = filled(tmp_path / "m", files)
     document = registry_of(
         {

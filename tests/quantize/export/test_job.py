@@ -14,11 +14,13 @@ import pytest
 
 from ds4q import api
 from ds4q.artifact.errors import Ds4qError, TruncatedError
+from ds4q.artifact.files import AppearedError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.writer import WriteError
 from ds4q.quantize.export.plan import ExportError
-from ds4q.quantize.job import OutputExistsError, OutputPlaceError, SpaceError, UnfinishedError
+from ds4q.quantize.job import SpaceError
+from ds4q.quantize.outputs import OutputExistsError, OutputPlaceError, UnfinishedError
 from tests.artifact.build import File, Tensor
 from tests.checks import check_refused
 from tests.quantize.builders import TINY, config_of
@@ -98,7 +100,10 @@ def failing(patch: pytest.MonkeyPatch, name: str, number: int, code: int) -> Non
             raise OSError(code, os.strerror(code))
         return real(*args, **options)
 
-    patch.setattr(os, name, call)
+    if name == "rename":
+        patch.setattr("ds4q.quantize.export.staging.publish", call)
+    else:
+        patch.setattr(os, name, call)
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -165,10 +170,26 @@ def test_a_name_that_is_taken_meanwhile_is_left_to_its_owner(
         yield lambda amount: None
 
     check_refused(
-        OutputExistsError, lambda: export(small_artifact, out, to, progress=meanwhile), path=out
+        AppearedError, lambda: export(small_artifact, out, to, progress=meanwhile), path=out
     )
     assert list(tmp_path.iterdir()) == [out]
     assert out.read_bytes() == b"somebody else's"
+
+
+def test_a_file_of_the_user_in_the_unfinished_folder_stays(
+    small_artifact: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "x.partial"
+
+    @contextmanager
+    def meanwhile(label: str, total: int) -> Iterator[Callable[[int], None]]:
+        (folder / "notes").write_bytes(b"mine")
+        raise KeyboardInterrupt
+        yield lambda amount: None
+
+    with pytest.raises(KeyboardInterrupt):
+        export(small_artifact, tmp_path / "x", progress=meanwhile)
+    assert [path.name for path in folder.iterdir()] == ["notes"]
 
 
 def test_progress_reaches_its_end(small_artifact: Path, tmp_path: Path) -> None:

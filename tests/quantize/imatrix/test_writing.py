@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from ds4q.artifact.writer import LockedError, PartialFile
+from ds4q.artifact.writer import LockedError, PartialFile, WriteError
 from ds4q.quantize.imatrix import LayerStatistics, claim_place, read_imatrix, write_imatrix
 from ds4q.quantize.imatrix.writing import ImatrixPlaceError
 from tests.checks import check_refused, same_bits
@@ -122,7 +122,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(PartialFile, "sync", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(WriteError, match=f"{path}: cannot be written: No space left"):
         write(path, force=True)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact.newfile import NewFile
 from ds4q.runtime.experts.header import Header
-from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.predict import best
 from ds4q.runtime.experts.trace import Outcome, Recorder
 

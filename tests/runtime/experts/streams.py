@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from ds4q.artifact.newfile import NewFile
 from ds4q.runtime.experts.header import Header
-from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.policy import make_policies, parameters_of
 from ds4q.runtime.experts.replay import Asked, Cache, Workload, bands
 from ds4q.runtime.experts.store import Phase

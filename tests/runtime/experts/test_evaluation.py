@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ds4q.artifact.newfile import NewFile
 from ds4q.runtime.errors import AdapterError, TraceError
 from ds4q.runtime.experts.adapter import Adapter, Entry
 from ds4q.runtime.experts.evaluation import (
@@ -21,7 +22,6 @@ from ds4q.runtime.experts.evaluation import (
     evaluate,
 )
 from ds4q.runtime.experts.fit import train
-from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.trace import Recorder, read_trace
 from tests.checks import check_refused
 from tests.runtime.experts.statetraces import D, E, K, header, truth, write_states

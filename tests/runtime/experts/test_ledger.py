@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ds4q.artifact.errors import TruncatedError
+from ds4q.artifact.newfile import NewFile
 from ds4q.runtime.experts.header import Header
 from ds4q.runtime.experts.ledger import Dispatch
-from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.policy import POLICIES, parameters_of
 from ds4q.runtime.experts.reading import Purpose

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ds4q.artifact.errors import TruncatedError
+from ds4q.artifact.newfile import NewFile
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.ledger import Dispatch
-from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.pager import Pager
 from ds4q.runtime.experts.policy import POLICIES

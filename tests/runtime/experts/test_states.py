@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ds4q.artifact.newfile import NewFile
 from ds4q.artifact.types import F32
 from ds4q.runtime.backend.weights import Weight
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.fit import pairs, train
-from ds4q.runtime.experts.newfile import NewFile
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.states import StateRecorder
 from ds4q.runtime.experts.trace import (

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ds4q.artifact.writer import LockedError, WriteError
-from ds4q.runtime.experts.newfile import UNFINISHED, NewFile
+from ds4q.artifact.files import AppearedError, ForeignFileError
+from ds4q.artifact.newfile import NewFile
+from ds4q.artifact.writer import UNFINISHED, LockedError, WriteError
 from tests.checks import check_refused
 
 
@@ -67,8 +68,8 @@ def test_a_second_writer_is_refused_and_the_first_goes_on(path: Path) -> None:
 )
 def test_a_file_that_is_not_ours_stays(path: Path, mine: bytes) -> None:
     partial(path).write_bytes(mine)
-    says = ["ds4q did not leave", "move it away"]
-    check_refused(WriteError, lambda: NewFile(path), path=partial(path), says=says)
+    says = ["did not write", "move it away"]
+    check_refused(ForeignFileError, lambda: NewFile(path), path=partial(path), says=says)
     assert partial(path).read_bytes() == mine
     assert names(path) == [partial(path).name]
 
@@ -77,9 +78,9 @@ def test_a_file_that_is_not_ours_stays(path: Path, mine: bytes) -> None:
     ("make", "what"),
     [
         (Path.mkdir, "a folder"),
-        (os.mkfifo, "a file that ds4q did not leave"),
-        (lambda path: path.symlink_to("elsewhere"), "a link"),
-        (lambda path: path.symlink_to(path.parent), "a link"),
+        (os.mkfifo, "a named pipe"),
+        (lambda path: path.symlink_to("elsewhere"), "a symbolic link"),
+        (lambda path: path.symlink_to(path.parent), "a symbolic link"),
     ],
 )
 def test_nor_is_anything_else_of_that_name_touched(
@@ -87,20 +88,33 @@ def test_nor_is_anything_else_of_that_name_touched(
 ) -> None:
     make(partial(path))
     before = os.lstat(partial(path))
-    says = [f"{what} stands where the unfinished file would; move it away, or choose another"]
-    check_refused(WriteError, lambda: NewFile(path), path=partial(path), says=says)
+    says = [f"found {what}; move it away, or choose another"]
+    check_refused(ForeignFileError, lambda: NewFile(path), path=partial(path), says=says)
     assert os.path.samestat(os.lstat(partial(path)), before)
     assert names(path) == [partial(path).name]
 
 
 def test_what_a_killed_run_left_is_replaced(path: Path) -> None:
-    for left in (b"", UNFINISHED, UNFINISHED + bytes(99)):
+    for left in (UNFINISHED, UNFINISHED + bytes(99)):
         partial(path).write_bytes(left)
         with NewFile(path) as new:
             new.write(b"new")
             new.publish()
         assert path.read_bytes() == b"new"
         assert names(path) == [path.name]
+
+
+@pytest.mark.parametrize("earlier", [b"earlier", None])
+def test_a_file_that_appears_meanwhile_is_kept(path: Path, earlier: bytes | None) -> None:
+    if earlier is not None:
+        path.write_bytes(earlier)
+    with NewFile(path) as new:
+        new.write(b"new")
+        path.unlink(missing_ok=True)
+        path.write_bytes(b"the user's own")
+        check_refused(AppearedError, new.publish, path=path)
+    assert path.read_bytes() == b"the user's own"
+    assert names(path) == [path.name]
 
 
 def test_no_folder_is_one_error(tmp_path: Path) -> None:
@@ -170,8 +184,8 @@ def test_a_failed_sync_leaves_the_earlier_file(path: Path, monkeypatch: pytest.M
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("os.fsync", full)
     with NewFile(path) as new:
+        monkeypatch.setattr("os.fsync", full)
         new.write(b"new")
         check_refused(WriteError, new.publish, path=path, says=["No space", "make room"])
     assert path.read_bytes() == b"earlier"
