@@ -176,9 +176,10 @@ def test_both_test_models_give_the_same_ids(
     same_bits(found[2], found[0])
 
 
-def test_the_first_layers_alone(load: Load, micro_path: Path) -> None:
+@pytest.mark.parametrize("layers", [(0,), (1,)])
+def test_chosen_layers_alone(load: Load, micro_path: Path, layers: tuple[int, ...]) -> None:
     short = [
-        load(micro_path, max_context=8, layers=range(1), cache=cache) for cache in (None, THRASH)
+        load(micro_path, max_context=8, layers=layers, cache=cache) for cache in (None, THRASH)
     ]
     wanted, found = (engine.forward(engine.new_state(), [5, 6, 7]) for engine in short)
     same_bits(found, wanted)
