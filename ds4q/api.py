@@ -489,11 +489,14 @@ def check_adapter(path: str | os.PathLike[str], trunk: str | os.PathLike[str]) -
     AdapterError : what is wrong with it
     """
     from ds4q.runtime.config import parse_config  # the model's kernels come with it
+    from ds4q.runtime.errors import AdapterError
     from ds4q.runtime.experts.adapter import read_adapter
-    from ds4q.runtime.experts.trace import artifact_identity
+    from ds4q.runtime.experts.trace import identity_of
 
     adapter = read_adapter(path)
     with Reader(trunk) as reader:
         config = reader.metadata.get("config")
         known = config if isinstance(config, dict) else {}
-        adapter.check_model(parse_config(known, path=reader.path), artifact_identity(reader))
+        doubts = adapter.check_model(parse_config(known, path=reader.path), identity_of(reader))
+    if doubts and adapter.about is not None:
+        raise AdapterError("expert predictor of another artifact", path=path)

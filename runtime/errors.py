@@ -278,7 +278,7 @@ class ProfileError(RunError, ValueError):
     """A file that is no warm-start profile, or one of another artifact."""
 
     rule = "warm-start profile cannot be used"
-    cure = "make one from a trace of this artifact (ds4q cache profile TRACE -o FILE)"
+    cure = "make one from a trace of this model (ds4q cache profile TRACE -o FILE)"
 
 
 class ServeError(RunError, ValueError):

@@ -164,16 +164,18 @@ def eval_command(
     from ds4q.runtime.experts.evaluation import evaluate
     from ds4q.runtime.experts.trace import read_trace
 
-    adapter = read_adapter(file)
+    adapter, recorded = read_adapter(file), read_trace(trace)
     found = evaluate(
         adapter,
-        read_trace(trace),
+        recorded,
         ranks=[adapter.rank if rank is None else rank for rank in ranks] or None,
     )
     if found.held_out is False and not quiet:
         common.warn(f"{trace}: this text was in the fit; judge on another one")
-    if adapter.about is None and not quiet:
-        common.warn(f"{file}: version 1 does not say which model and text it was fitted on")
+    header = recorded.header
+    for note in adapter.check(header.model, header.hidden, header.experts):
+        if not quiet:
+            common.warn(note)
     if as_json:
         common.emit_json({"adapter": str(file), "trace": str(trace)} | asdict(found))
     else:

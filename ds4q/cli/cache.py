@@ -143,7 +143,7 @@ def profile(file: Path, output: Path, as_json: bool, quiet: bool, verbose: bool)
 
     Example: ds4q cache profile run.trace -o m.profile
 
-    The profile belongs to the artifact that was traced; others refuse it.
+    The profile belongs to the model: it fits every artifact of the checkpoint that was traced.
     """
     from ds4q.artifact.newfile import NewFile
     from ds4q.runtime.experts.profile import MARK, Profile

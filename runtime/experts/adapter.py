@@ -10,7 +10,7 @@ Layout, little-endian, nothing between the parts:
 bytes     what
 ========  ==================================================================================
 8         magic ``HFADPT`` and two zero bytes
-5 x 4     u32: version (2), entries, d_model, n_experts, rank
+5 x 4     u32: version (3), entries, d_model, n_experts, rank
 4, n      u32 n, then n bytes of canonical JSON: ``About``. Not in version 1
 entries   u32 source layer L, rising; f16 A [rank, d_model]; f16 B [n_experts, rank];
           f32 offset [n_experts], not in version 1
@@ -19,6 +19,8 @@ entries   u32 source layer L, rising; f16 A [rank, d_model]; f16 B [n_experts, r
 
 Rows of A and columns of B come in falling order of what they explain, so the first r of them are
 the predictor of rank r. Version 1 is hipfire's: it does not say which model it was fitted on.
+Version 2 names the artifact only. Version 3 also names the checkpoint: a predictor fits every
+artifact that was made from it.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ from ds4q.artifact.fastpath import FastPath, jit
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import AdapterError
+from ds4q.runtime.experts.header import Identity
 from ds4q.runtime.experts.regular import open_regular
 
 F32 = npt.NDArray[np.float32]
 
 MAGIC = b"HFADPT\0\0"
-VERSION = 2
+VERSION = 3
 STATE = "router-input"  # h: what layer L's router multiplies, normed and scaled
 TARGET = "score-before-bias"  # z: sqrt(softplus(logits)) of layer L + 1
 NORMALISATION = "centred over tokens and experts"  # what all experts share is not predicted
@@ -60,11 +63,12 @@ class About:
 
     Attributes
     ----------
-    artifact : ``artifact_identity`` of the model
+    artifact : ``artifact_identity`` of the one that ran
     state, target, normalisation : what h and z are
     ridge : strength of the penalty, as a share of the mean variance of h
     tokens : positions in the fit
     texts : a digest of the token ids of each trace in the fit
+    source : fingerprint of the model's checkpoint; "" in version 2, or where it is not known
     """
 
     artifact: str
@@ -74,6 +78,7 @@ class About:
     ridge: float
     tokens: int
     texts: tuple[str, ...]
+    source: str = ""
 
 
 class Entry(NamedTuple):
@@ -165,16 +170,22 @@ class Adapter:
         cut = {layer: Entry(a[:rank], b[:, :rank], c) for layer, (a, b, c) in self.entries.items()}
         return Adapter(cut, self.about, self.path)
 
-    def check_model(self, config: ModelConfig, artifact: str) -> None:
-        """Refuse a predictor of another artifact than the one of that ``artifact_identity``.
+    def check_model(self, config: ModelConfig, model: Identity) -> list[str]:
+        """As ``check``, of a model's config. Entries for layers that are not run are no matter."""
+        return self.check(model, config.hidden_size, config.n_routed_experts)
 
-        A file of version 1 names no artifact: only its sizes are compared. Entries for layers that
-        are not run are no reason to refuse.
+    def check(self, model: Identity, hidden: int, experts: int) -> list[str]:
+        """Refuse a predictor of another model, whose artifact may be any of its checkpoint.
+
+        Returns
+        -------
+        what a user should be told, one line each: that the model could not be compared, since the
+        file is of an earlier version, which names an artifact or nothing
+
+        Raises
+        ------
+        AdapterError : other sizes, or another checkpoint
         """
-        self.check(artifact, config.hidden_size, config.n_routed_experts)
-
-    def check(self, artifact: str, hidden: int, experts: int) -> None:
-        """As ``check_model``, of a model's sizes."""
         if (self.hidden, self.experts) != (hidden, experts):
             raise AdapterError(
                 "expert predictor of another model",
@@ -182,17 +193,24 @@ class Adapter:
                 expected=f"hidden size {hidden}, {experts} experts",
                 found=f"{self.hidden}, {self.experts}",
             )
-        if self.about is not None and self.about.artifact != artifact:
+        doubt = "so it may be of another model: train it again (ds4q adapter train)"
+        if self.about is None:
+            return [f"{self.path}: version 1 does not say what it was fitted on, {doubt}"]
+        same = Identity(self.about.artifact, self.about.source).same_model(model)
+        if same is False:
             raise AdapterError(
-                "expert predictor of another artifact, of the same hidden size and expert count",
+                "expert predictor of another model, of the same hidden size and expert count",
                 path=self.path,
-                expected=f"artifact {artifact}",
-                found=self.about.artifact,
-                remedy="train one from a trace of this artifact (ds4q adapter train)",
+                expected=f"source fingerprint {model.source}",
+                found=self.about.source,
+                remedy="train one from a trace of this model (ds4q adapter train)",
             )
+        if same is None:
+            return [f"{self.path}: fitted on another artifact, and names no checkpoint, {doubt}"]
+        return []
 
     def encode(self) -> bytes:
-        """The bytes of a file of version 2.
+        """The bytes of a file of version 3.
 
         A and B are rounded to float16; entries that are float16 already are kept exactly.
 
@@ -212,7 +230,7 @@ class Adapter:
 
 
 def read_adapter(path: str | os.PathLike[str]) -> Adapter:
-    """Read a predictor of version 1 or 2.
+    """Read a predictor of version 1, 2 or 3.
 
     Raises
     ------
@@ -223,11 +241,11 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     with open_regular(path, AdapterError, "an expert predictor") as file:
         nbytes = os.fstat(file.fileno()).st_size
         version, n, d, e, rank = _read_head(file, path)
-        about_raw = _read_about(file, nbytes, path) if version == VERSION else b""
-        entry_bytes = 4 + 2 * rank * (d + e) + (4 * e if version == VERSION else 0)
+        about_raw = _read_about(file, nbytes, path) if version > 1 else b""
+        entry_bytes = 4 + 2 * rank * (d + e) + (4 * e if version > 1 else 0)
         begin = file.tell()
         end = begin + n * entry_bytes
-        expected = end + (_DIGEST_BYTES if version == VERSION else 0)
+        expected = end + (_DIGEST_BYTES if version > 1 else 0)
         if nbytes != expected:
             raise AdapterError(
                 "file is cut short" if nbytes < expected else "bytes follow the end",
@@ -239,9 +257,9 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
         body = file.read(expected)
     if len(body) != expected:
         raise AdapterError("file changed while it was read", path=path)
-    if version == VERSION and xxhash.xxh3_128(body[:end]).digest() != body[end:]:
+    if version > 1 and xxhash.xxh3_128(body[:end]).digest() != body[end:]:
         raise AdapterError("file is damaged: its digest differs", path=path)
-    about = _parse_about(about_raw, path) if version == VERSION else None
+    about = _parse_about(about_raw, version, path) if version > 1 else None
     entries: dict[int, Entry] = {}
     for at in range(begin, end, entry_bytes):
         (layer,) = _WORD.unpack_from(body, at)
@@ -258,9 +276,12 @@ def _read_head(file: BinaryIO, path: object) -> tuple[int, ...]:
     if len(raw) < _HEAD.size:
         raise AdapterError("cut short in its header", path=path)
     _, version, *counts = _HEAD.unpack(raw)
-    if version not in (1, VERSION):
+    if not 1 <= version <= VERSION:
         raise AdapterError(
-            "expert predictor of another version", path=path, expected="1 or 2", found=version
+            "expert predictor of another version",
+            path=path,
+            expected=f"1 to {VERSION}",
+            found=version,
         )
     if 0 in counts:
         raise AdapterError("a count of zero", path=path, found=counts)
@@ -275,14 +296,23 @@ def _read_about(file: BinaryIO, nbytes: int, path: object) -> bytes:
     return file.read(length)
 
 
-def _parse_about(raw: bytes, path: object) -> About:
+def _parse_about(raw: bytes, version: int, path: object) -> About:
     try:
         document: dict[str, Any] = parse_metadata(raw, path)
         texts = document.pop("texts")
+        if ("source" in document) != (version == VERSION):
+            raise KeyError("source")
         about = About(texts=tuple(texts), **document)
     except (MetadataError, KeyError, TypeError) as error:
         raise AdapterError("description cannot be read", path=path, found=error) from None
-    words = (about.artifact, about.state, about.target, about.normalisation, *about.texts)
+    words = (
+        about.artifact,
+        about.state,
+        about.target,
+        about.normalisation,
+        about.source,
+        *about.texts,
+    )
     if not all(type(word) is str for word in words):
         raise AdapterError("description cannot be read", path=path, found=words)
     made_for = (about.state, about.target, about.normalisation)
@@ -303,7 +333,7 @@ def _entry(body: bytes, at: int, sizes: tuple[int, int, int], version: int, path
     b = np.frombuffer(body, "<f2", e * rank, at).reshape(e, rank).astype(np.float32)
     at += 2 * e * rank
     offset = np.zeros(e, np.float32)
-    if version == VERSION:
+    if version > 1:
         offset = np.frombuffer(body, "<f4", e, at).astype(np.float32)
     for part in (a, b, offset):
         if not np.isfinite(part).all():

@@ -93,7 +93,7 @@ def evaluate(adapter: Adapter, trace: Trace, *, ranks: Sequence[int] | None = No
     TraceError : the trace cannot be read, or holds no states
     """
     header = trace.header
-    adapter.check(header.artifact, header.hidden, header.experts)
+    adapter.check(header.model, header.hidden, header.experts)
     if missing := [layer for layer in sources(header) if layer not in adapter.entries]:
         raise AdapterError("expert predictor lacks layers", path=adapter.path, found=missing)
     if ranks is None:

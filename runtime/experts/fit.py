@@ -222,13 +222,13 @@ def train(
     opened = [read_trace(path) for path in traces]
     header = opened[0].header
     for other in opened[1:]:
-        if other.header.artifact != header.artifact:
+        if not header.model.same_model(other.header.model):
             raise AdapterError(
                 "traces of different models",
                 path=other.path,
                 expected=f"artifact {header.artifact}",
                 found=other.header.artifact,
-                remedy="give traces of one artifact",
+                remedy="give traces of one artifact, or of artifacts of one checkpoint",
             )
     layers = sources(header)
     if not layers:
@@ -263,6 +263,7 @@ def train(
         ridge=ridge,
         tokens=sum(text.tokens for text in texts.values()),
         texts=tuple(texts),
+        source=header.source,
     )
     return Adapter(entries, about)
 

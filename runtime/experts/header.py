@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
@@ -22,13 +22,31 @@ from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.catalogue import Catalogue
 
 MAGIC = b"ds4q.trace"
-VERSION = 2
+VERSION = 3
+VERSIONS_READ = (2, VERSION)  # version 2 does not name the source
 MAX_HEADER_BYTES = 16 << 20
 
 _SKIPPABLE = 0x184D2A5E  # one of zstd's sixteen skippable magics
 _FRAME = struct.Struct("<II")
 _FRONT = struct.Struct("<10sH")
 _DIGEST_BYTES = 16
+
+
+class Identity(NamedTuple):
+    """Which model something was made of.
+
+    ``artifact`` is ``trace.artifact_identity``, ``source`` the fingerprint of the checkpoint that
+    the artifact was made from, "" where that is not known.
+    """
+
+    artifact: str
+    source: str
+
+    def same_model(self, other: Identity) -> bool | None:
+        """Whether both are of one checkpoint, however it is packed; None: that cannot be told."""
+        if self.source and other.source:
+            return self.source == other.source
+        return True if self.artifact == other.artifact else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +72,17 @@ class Header:
     parameters: dict[str, float] = field(default_factory=dict)
     warm_start: str = ""  # digest of the profile
     limits: dict[str, int] = field(default_factory=dict)
+    source: str = ""  # fingerprint of the checkpoint; not in version 2
 
     @classmethod
     def of(
-        cls, artifact: str, config: ModelConfig, catalogue: Catalogue, slots: int, **rest: Any
+        cls, model: Identity, config: ModelConfig, catalogue: Catalogue, slots: int, **rest: Any
     ) -> Header:
         """The header of a run; ``rest``: owned, policy, parameters, warm_start, limits."""
         sizes = [tuple(record.nbytes for record in layer) for layer in catalogue.records]
         return cls(
-            artifact=artifact,
+            artifact=model.artifact,
+            source=model.source,
             layers=config.num_hidden_layers,
             hash_layers=config.num_hash_layers,
             experts=config.n_routed_experts,
@@ -73,6 +93,11 @@ class Header:
             expert_bytes=tuple(size[:1] if len(set(size)) == 1 else size for size in sizes),
             **rest,
         )
+
+    @property
+    def model(self) -> Identity:
+        """Of the artifact that ran."""
+        return Identity(self.artifact, self.source)
 
     @property
     def held(self) -> int:
@@ -110,11 +135,11 @@ def read_header(file: BinaryIO, path: Path) -> Header:
         raise TraceError("cut short in its header", path=path, expected=front, found=len(raw))
     frame, length = _FRAME.unpack_from(raw)
     _, version = _FRONT.unpack_from(raw, _FRAME.size)
-    if version != VERSION:
+    if version not in VERSIONS_READ:
         raise TraceError(
             "trace of another version",
             path=path,
-            expected=VERSION,
+            expected=" or ".join(map(str, VERSIONS_READ)),
             found=version,
             remedy="record it again with this ds4q",
         )
@@ -133,7 +158,10 @@ def read_header(file: BinaryIO, path: Path) -> Header:
         document = parse_metadata(text, path)
     except MetadataError as error:
         raise TraceError("damaged header", path=path, found=error.what) from None
-    if other := document.keys() ^ {each.name for each in fields(Header)}:
+    known = {each.name for each in fields(Header)}
+    if version != VERSION:
+        known.remove("source")
+    if other := document.keys() ^ known:
         raise TraceError("damaged header: fields of no trace", path=path, found=sorted(other))
     header = Header(**{name: _tuples(value) for name, value in document.items()})
     _check(header, path)

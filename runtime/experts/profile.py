@@ -16,10 +16,12 @@ import xxhash
 from ds4q.artifact.errors import MetadataError
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.errors import ProfileError, TraceError
+from ds4q.runtime.experts.header import Identity
 from ds4q.runtime.experts.regular import open_regular
 from ds4q.runtime.experts.trace import Trace
 
-FORMAT = "ds4q.profile.v2"
+FORMAT = "ds4q.profile.v3"
+NAMELESS_FORMAT = "ds4q.profile.v2"  # names the artifact, and no source
 MARK = b'"a_format":"ds4q.profile'  # the keys are sorted: it comes first
 DIGEST = "xxh3"  # the key of the digest of all else
 MAX_PROFILE_BYTES = 64 << 20
@@ -30,12 +32,14 @@ class Profile:
     """Experts by layer, most used first; those never used are not listed.
 
     ``artifact`` is the ``artifact_identity`` of the traced model, ``uses`` how often tokens chose
-    each expert.
+    each expert, ``source`` the fingerprint of the model's checkpoint, "" where it is not known.
+    Which experts a text uses belongs to the model, not to how it is packed.
     """
 
     artifact: str
     experts: tuple[tuple[int, ...], ...]
     uses: tuple[tuple[int, ...], ...]
+    source: str = ""
 
     @classmethod
     def of(cls, trace: Trace) -> Profile:
@@ -56,6 +60,7 @@ class Profile:
             header.artifact,
             tuple(tuple(ids.tolist()) for ids in used),
             tuple(tuple(row[ids].tolist()) for ids, row in zip(used, counts, strict=True)),
+            header.source,
         )
 
     def encode(self) -> bytes:
@@ -68,21 +73,30 @@ class Profile:
         return _digest(self._content())
 
     def _content(self) -> dict[str, Any]:
-        return {"a_format": FORMAT} | asdict(self)
+        content = asdict(self)
+        if self.source:
+            return {"a_format": FORMAT} | content
+        del content["source"]
+        return {"a_format": NAMELESS_FORMAT} | content
 
 
-def read_profile(path: str | os.PathLike[str], artifact: str, layers: int, experts: int) -> Profile:
-    """The profile at ``path``, of the artifact with that identity and those sizes.
+def read_profile(
+    path: str | os.PathLike[str], model: Identity, layers: int, experts: int
+) -> Profile:
+    """The profile at ``path``, of a model of those sizes: it fits every artifact of one checkpoint.
 
-    Raises ``ProfileError``: not a profile, one of another version, damaged, another artifact's, an
-    expert out of range or twice.
+    Raises ``ProfileError``: not a profile, one of another version, damaged, another model's, or
+    another artifact's where it names no checkpoint, an expert out of range or twice.
     """
     document = _parse(path)
     version = document.get("a_format")
-    if isinstance(version, str) and version != FORMAT and version.startswith(FORMAT[:-1]):
+    known = {"a_format", *(each.name for each in fields(Profile))}
+    if version == NAMELESS_FORMAT:
+        known.remove("source")
+    elif isinstance(version, str) and version != FORMAT and version.startswith(FORMAT[:-1]):
         raise ProfileError("profile of another version", path=path, expected=FORMAT, found=version)
     digest = document.pop(DIGEST, None)
-    if version != FORMAT or document.keys() != {"a_format", *(x.name for x in fields(Profile))}:
+    if version not in (FORMAT, NAMELESS_FORMAT) or document.keys() != known:
         raise ProfileError("not a warm-start profile", path=path)
     if digest != _digest(document):
         raise ProfileError(
@@ -91,9 +105,18 @@ def read_profile(path: str | os.PathLike[str], artifact: str, layers: int, exper
             expected=digest,
             found=_digest(document),
         )
-    if document["artifact"] != artifact:
+    made = Identity(document["artifact"], document.get("source", ""))
+    if not all(type(word) is str for word in made):
+        raise ProfileError("not a warm-start profile", path=path, found=made)
+    if (same := made.same_model(model)) is not True:
+        what, name = (
+            ("another model", "source") if same is False else ("another artifact", "artifact")
+        )
         raise ProfileError(
-            "profile of another artifact", path=path, expected=artifact, found=document["artifact"]
+            f"profile of {what}",
+            path=path,
+            expected=f"{name} {getattr(model, name)}",
+            found=getattr(made, name),
         )
     ranked, uses = document["experts"], document["uses"]
     if not _lists(ranked, layers) or not _lists(uses, layers):
@@ -108,7 +131,7 @@ def read_profile(path: str | os.PathLike[str], artifact: str, layers: int, exper
                 expected=f"0 to {experts - 1}",
                 found=next(i for i in ids if not 0 <= i < experts),
             )
-    return Profile(artifact, tuple(map(tuple, ranked)), tuple(map(tuple, uses)))
+    return Profile(made.artifact, tuple(map(tuple, ranked)), tuple(map(tuple, uses)), made.source)
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from ds4q.runtime.experts.policy import DEFAULT_POLICY, parameters_of
 from ds4q.runtime.experts.predict import AdapterGuess, Prefetcher
 from ds4q.runtime.experts.profile import Profile, read_profile
 from ds4q.runtime.experts.reading import Purpose
-from ds4q.runtime.experts.trace import Recorder, artifact_identity
+from ds4q.runtime.experts.trace import Recorder, identity_of
 from ds4q.runtime.experts.transport import Transport
 
 
@@ -67,7 +67,7 @@ class Setup:
         self._config = config
         self._stack = stack
         self._path = reader.path
-        self._identity = artifact_identity(reader)
+        self._identity = identity_of(reader)
         self._adapter: Adapter | None = None
         self._profile: Profile | None = None
         self._trace: NewFile | None = None
@@ -75,7 +75,7 @@ class Setup:
         self.ownership = _ownership(options, experts)
         if options.adapter is not None:
             self._adapter = read_adapter(options.adapter)
-            self._adapter.check_model(config, self._identity)
+            notes += self._adapter.check_model(config, self._identity)
         if options.profile is not None:
             self._profile = read_profile(options.profile, self._identity, layers, experts)
             if not any(self._warm(self._profile)):

@@ -20,10 +20,11 @@ import numpy.typing as npt
 import xxhash
 import zstandard
 
+from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.newfile import NewFile
 from ds4q.runtime.errors import TraceError
-from ds4q.runtime.experts.header import Header, read_header
+from ds4q.runtime.experts.header import Header, Identity, read_header
 from ds4q.runtime.experts.regular import open_regular
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -125,6 +126,12 @@ Record = BandRecord | WarmRecord | GoneRecord | StatesRecord | RouterRecord
 def artifact_identity(reader: Reader) -> str:
     """xxh3-128 (hex) of header, metadata and index: tells models of equal shapes apart."""
     return xxhash.xxh3_128(reader.header_raw + reader.metadata_raw + reader.index_raw).hexdigest()
+
+
+def identity_of(reader: Reader) -> Identity:
+    """Which model an artifact is: itself, and the checkpoint that it says it was made from."""
+    source = (own_metadata(reader) or {}).get("source_fingerprint")
+    return Identity(artifact_identity(reader), source if isinstance(source, str) else "")
 
 
 class Recorder:

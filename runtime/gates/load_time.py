@@ -26,8 +26,9 @@ from ds4q.artifact.receipt import find_receipt
 from ds4q.artifact.report import Check, Failure
 from ds4q.runtime.errors import GateError
 from ds4q.runtime.experts.catalogue import Catalogue
+from ds4q.runtime.experts.header import Identity
 from ds4q.runtime.experts.profile import read_profile
-from ds4q.runtime.experts.trace import artifact_identity
+from ds4q.runtime.experts.trace import identity_of
 from ds4q.runtime.gates import loading
 from ds4q.runtime.gates.baseline import (
     ARMS,
@@ -66,12 +67,12 @@ class Front:
 
     Attributes
     ----------
-    identity : of its header, metadata and index
+    identity : of the model
     spans : i64 [N, 2] begin and end of every matrix of a routed expert, in the file's order
     keys : i64 [N, 2] layer and expert of each
     """
 
-    identity: str
+    identity: Identity
     spans: I64
     keys: I64
 
@@ -86,7 +87,7 @@ class Front:
                 if match is not None
             )
             found = np.array(rows, np.int64).reshape(-1, 4)
-            return cls(artifact_identity(reader), found[:, :2], found[:, 2:])
+            return cls(identity_of(reader), found[:, :2], found[:, 2:])
 
     @property
     def expert_bytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from ds4q import api
 from ds4q.cli import main
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import AdapterError
@@ -119,6 +120,7 @@ def test_training_in_json(trained: Path, tmp_path: Path) -> None:
         "ridge": 0.5,
         "tokens": 2000,
         "texts": list(about.texts),
+        "source": about.source,
     }
 
 
@@ -187,14 +189,14 @@ def test_what_cannot_be_done_is_one_line(
     cut.write_bytes(one.read_bytes()[:-1])
     refused(run("eval", fitted, cut, "-q"), cut, "cut short")
     other = states(random_artifact, tmp_path / "other.trace", "scored.txt", 20)
-    refused(run("eval", fitted, other), fitted, "another artifact, of the same hidden size")
+    refused(run("eval", fitted, other), fitted, "another model, of the same hidden size")
     refused(run("train", one, other, "-o", tmp_path / "a"), other, "different models")
     assert not (tmp_path / "a").exists()
 
 
 def test_a_run_refuses_the_predictor_of_another_model(trained: Path, random_artifact: Path) -> None:
     options = CacheOptions(slots=6, adapter=trained / "m.adapter")
-    with pytest.raises(AdapterError, match="another artifact"):
+    with pytest.raises(AdapterError, match="another model"):
         Engine.load(random_artifact, threads=1, cache=options)
 
 
@@ -217,3 +219,16 @@ def test_from_a_run_to_a_run(tiny_artifact: Path, tmp_path: Path) -> None:
         paged = answer(*small, *prefetch)
         assert paged["ids"] == resident["ids"]
         assert bool(prefetch) is (paged["cache"]["speculative"]["issued"] > 0)
+
+
+def test_a_requantized_model_takes_its_predictor_and_profile(trained: Path, tmp_path: Path) -> None:
+    """Both belong to the checkpoint, not to how it is packed."""
+    other = tmp_path / "other.hfq"
+    api.quantize(TEXTS.parent / "ds4-tiny", other, recipe="fp4-q8")
+    profile = tmp_path / "p"
+    words = ["cache", "profile", str(trained / "one.trace"), "-o", str(profile)]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    options = CacheOptions(slots=6, adapter=trained / "m.adapter", profile=profile)
+    with Engine.load(other, threads=1, cache=options) as engine:
+        assert engine.notes == []
+    api.check_adapter(trained / "m.adapter", other)

@@ -320,7 +320,7 @@ def test_files_of_another_model(
     assert answer(random_artifact, *options)["cache"]["warm"]["issued"] > 0
     size = ["--expert-cache", str(least)]
     text = refused(tiny_artifact, *size, "--cache-profile", str(profile))
-    assert "profile of another artifact" in text
+    assert "profile of another model" in text
     assert str(trace) in refused(tiny_artifact, *size, "--prefetch", str(trace))
 
 

@@ -27,6 +27,7 @@ from ds4q.runtime.experts.adapter import (
     predict,
     read_adapter,
 )
+from ds4q.runtime.experts.header import Identity
 from tests.checks import check_refused, same_bits
 from tests.runtime.artifacts import DATA, config_of
 
@@ -71,7 +72,7 @@ def test_what_is_written_is_read_again(path: Path) -> None:
 def test_the_layout_is_the_one_that_is_told(path: Path) -> None:
     raw = path.read_bytes()
     assert raw[:8] == b"HFADPT\0\0"
-    assert struct.unpack_from("<5I", raw, 8) == (2, 2, D, E, RANK)
+    assert struct.unpack_from("<5I", raw, 8) == (3, 2, D, E, RANK)
     about = canonical(dataclasses.asdict(ABOUT))
     assert raw[28:].startswith(struct.pack("<I", len(about)) + about)
     at = 32 + len(about)
@@ -184,7 +185,7 @@ def entries_at(raw: bytearray) -> int:
 WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "magic": (lambda raw: b"GGUF" + raw[4:], "not an expert predictor"),
     "empty": (lambda raw: b"", "not an expert predictor"),
-    "version": (forged(lambda b: struct.pack_into("<I", b, 8, 3)), "expected 1 or 2, found 3"),
+    "version": (forged(lambda b: struct.pack_into("<I", b, 8, 4)), "expected 1 to 3, found 4"),
     "zero rank": (forged(lambda b: struct.pack_into("<I", b, 24, 0)), "a count of zero"),
     "no entries": (forged(lambda b: struct.pack_into("<I", b, 12, 0)), "a count of zero"),
     "description": (forged(lambda b: b.__setitem__(32, 0)), "description cannot be read"),
@@ -217,21 +218,49 @@ def config() -> ModelConfig:
     return parse_config(config_of(DATA / "ds4-tiny"))
 
 
-def test_another_model_or_artifact_is_refused_as_what_it_is(config: ModelConfig) -> None:
-    def fits(d: int = 256, e: int = 16) -> Adapter:
-        return Adapter({0: zeros(d, e, 2)}, ABOUT, "m.adapter")
+def fits(d: int = 256, e: int = 16, about: About | None = ABOUT) -> Adapter:
+    return Adapter({0: zeros(d, e, 2)}, about, "m.adapter")
 
-    fits().check_model(config, ABOUT.artifact)
-    says = ["another artifact, of the same hidden size and expert count", "0" * 32]
+
+OTHER = Identity("0" * 32, "s" * 64)  # another packing of the checkpoint
+
+
+def test_a_predictor_fits_every_artifact_of_its_checkpoint(config: ModelConfig) -> None:
+    ours = dataclasses.replace(ABOUT, source=OTHER.source)
+    assert fits(about=ours).check_model(config, OTHER) == []
+    assert fits().check_model(config, Identity(ABOUT.artifact, "")) == []
+    assert fits().check_model(config, Identity(ABOUT.artifact, OTHER.source)) == []
+    strange = dataclasses.replace(ABOUT, source="t" * 64)
     check_refused(
-        AdapterError, lambda: fits().check_model(config, "0" * 32), path="m.adapter", says=says
+        AdapterError,
+        lambda: fits(about=strange).check_model(config, OTHER),
+        path="m.adapter",
+        says=["another model, of the same hidden size and expert count", "s" * 64, "t" * 64],
     )
-    for other in (fits(d=128), fits(e=32)):
+    for other in (fits(d=128, about=ours), fits(e=32, about=ours)):
         check_refused(
             AdapterError,
-            partial(other.check_model, config, "0" * 32),  # sizes tell more than digests
+            partial(other.check_model, config, OTHER),  # sizes tell more than digests
             path="m.adapter",
             says=["another model", "hidden size 256, 16 experts"],
         )
-    nameless = Adapter(fits().entries, None)
-    nameless.check_model(config, "0" * 32)  # version 1 says nothing of its model
+
+
+def test_earlier_versions_are_taken_with_a_warning(config: ModelConfig, path: Path) -> None:
+    (note,) = fits(about=None).check_model(config, OTHER)
+    assert "version 1 does not say" in note
+    (note,) = fits().check_model(config, OTHER)
+    assert "another artifact, and names no checkpoint" in note
+    raw = made().encode()
+    assert struct.unpack_from("<I", raw, 8) == (3,)
+    about = {k: v for k, v in dataclasses.asdict(ABOUT).items() if k != "source"}
+    text = canonical(about)
+    (length,) = struct.unpack_from("<I", raw, 28)
+    body = raw[:8] + struct.pack("<I", 2) + raw[12:28]
+    body += struct.pack("<I", len(text)) + text + raw[32 + length : -16]
+    path.write_bytes(body + xxhash.xxh3_128(body).digest())
+    assert read_adapter(path).about == ABOUT
+    path.write_bytes(
+        (raw := raw[:8] + struct.pack("<I", 2) + raw[12:-16]) + xxhash.xxh3_128(raw).digest()
+    )
+    check_refused(AdapterError, lambda: read_adapter(path), says=["description cannot be read"])

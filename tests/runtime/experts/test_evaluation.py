@@ -138,9 +138,12 @@ def test_the_next_gate_is_a_predictor(tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused(trace: Path, tmp_path: Path) -> None:
-    adapter = train([write_states(tmp_path / "o", truth(), head=header("00" * 16))])
-    says = ["another artifact", "00" * 16]
-    check_refused(AdapterError, lambda: evaluate(adapter, read_trace(trace)), says=says)
+    other = dataclasses.replace(header("00" * 16), source="s" * 64)
+    adapter = train([write_states(tmp_path / "o", truth(), head=other)])
+    ours = dataclasses.replace(header(), source="t" * 64)
+    named = write_states(tmp_path / "t", truth(), head=ours)
+    says = ["another model", "s" * 64, "t" * 64]
+    check_refused(AdapterError, lambda: evaluate(adapter, read_trace(named)), says=says)
     small = Adapter({0: Entry(*(np.zeros(s, np.float32) for s in ((1, D), (4, 1), 4)))}, None)
     check_refused(AdapterError, lambda: evaluate(small, read_trace(trace)), says=["4"])
 

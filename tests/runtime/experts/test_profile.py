@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import xxhash
 
 from ds4q.artifact.metadata import canonical
 from ds4q.runtime.errors import ProfileError, TraceError
-from ds4q.runtime.experts.profile import FORMAT, MARK, Profile, read_profile
+from ds4q.runtime.experts.header import Identity
+from ds4q.runtime.experts.profile import MARK, NAMELESS_FORMAT, Profile, read_profile
 from ds4q.runtime.experts.trace import read_trace
 from tests.runtime.experts import streams
 
 LAYERS, EXPERTS, K = 2, 16, 3
-IDENTITY = streams.header().artifact
+IDENTITY = streams.header().model
 
 
 @pytest.fixture
@@ -53,9 +55,21 @@ def test_a_profile_comes_back_as_it_was_written(made: Profile, tmp_path: Path) -
 
 def test_another_artifacts_profile_is_refused(made: Profile, tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(made.encode())
-    other = "f" * 32
-    with pytest.raises(ProfileError, match=f"another artifact: expected {other}, found {IDENTITY}"):
+    other = Identity("f" * 32, "s" * 64)
+    says = f"another artifact: expected artifact {other.artifact}, found {IDENTITY.artifact}"
+    with pytest.raises(ProfileError, match=says):
         read_profile(tmp_path / "p", other, LAYERS, EXPERTS)
+
+
+def test_a_profile_fits_every_artifact_of_its_checkpoint(made: Profile, tmp_path: Path) -> None:
+    named = replace(made, source="s" * 64)
+    (tmp_path / "p").write_bytes(named.encode())
+    found = read_profile(tmp_path / "p", Identity("f" * 32, "s" * 64), LAYERS, EXPERTS)
+    assert found == named
+    with pytest.raises(
+        ProfileError, match=f"another model: expected source {'t' * 64}, found {'s' * 64}"
+    ):
+        read_profile(tmp_path / "p", Identity(made.artifact, "t" * 64), LAYERS, EXPERTS)
 
 
 def test_what_was_altered_is_noticed(made: Profile, tmp_path: Path) -> None:
@@ -80,7 +94,7 @@ def test_what_was_altered_is_noticed(made: Profile, tmp_path: Path) -> None:
         (
             "a_format",
             "ds4q.profile.v1",
-            "another version: expected ds4q.profile.v2, found ds4q.prof",
+            "another version: expected ds4q.profile.v3, found ds4q.prof",
         ),
         ("a_format", "ds4q.trace", "not a warm-start profile"),
         ("more", 1, "not a warm-start profile"),
@@ -95,8 +109,8 @@ def test_what_was_altered_is_noticed(made: Profile, tmp_path: Path) -> None:
 )
 def test_what_is_no_profile_is_refused(key: str, value: Any, says: str, tmp_path: Path) -> None:
     document: dict[str, Any] = {
-        "a_format": FORMAT,
-        "artifact": IDENTITY,
+        "a_format": NAMELESS_FORMAT,
+        "artifact": IDENTITY.artifact,
         "experts": [[1], [2]],
         "uses": [[5], [6]],
     }
@@ -110,7 +124,12 @@ def test_what_is_no_profile_is_refused(key: str, value: Any, says: str, tmp_path
 
 def test_an_expert_named_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p"
-    document = {"a_format": FORMAT, "artifact": IDENTITY, "experts": [[1, 1]], "uses": [[5, 6]]}
+    document = {
+        "a_format": NAMELESS_FORMAT,
+        "artifact": IDENTITY.artifact,
+        "experts": [[1, 1]],
+        "uses": [[5, 6]],
+    }
     path.write_bytes(sealed(document))
     with pytest.raises(ProfileError, match="layer 0: an expert twice"):
         read_profile(path, IDENTITY, 1, EXPERTS)

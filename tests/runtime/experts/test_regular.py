@@ -12,6 +12,7 @@ import pytest
 
 from ds4q.runtime.errors import AdapterError, ProfileError, RunError, TraceError
 from ds4q.runtime.experts.adapter import read_adapter
+from ds4q.runtime.experts.header import Identity
 from ds4q.runtime.experts.profile import read_profile
 from ds4q.runtime.experts.regular import open_regular
 from ds4q.runtime.experts.trace import read_trace
@@ -21,7 +22,11 @@ Read = Callable[[Path], object]
 READERS: list[tuple[Read, type[RunError], str]] = [
     (read_trace, TraceError, "not a trace"),
     (read_adapter, AdapterError, "not an expert predictor"),
-    (partial(read_profile, artifact="", layers=1, experts=1), ProfileError, "not a warm-start"),
+    (
+        partial(read_profile, model=Identity("", ""), layers=1, experts=1),
+        ProfileError,
+        "not a warm-start",
+    ),
 ]
 
 

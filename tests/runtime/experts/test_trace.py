@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import xxhash
 
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.metadata import canonical
 from ds4q.artifact.newfile import NewFile
 from ds4q.artifact.writer import PartialFile, WriteError
 from ds4q.runtime.errors import TraceError
@@ -223,15 +225,27 @@ def test_their_legal_twin_is_read(path: Path) -> None:
     assert len(read(streams.altered(path, band() + band(number=1) + streams.end(2)))) == 2
 
 
+def test_a_trace_of_version_2_is_read(path: Path) -> None:
+    """It names no checkpoint."""
+    raw = path.read_bytes()
+    frame, length = struct.unpack_from("<II", raw)
+    header = json.loads(raw[20 : 8 + length - 16])
+    assert header.pop("source") == ""
+    text = raw[8:18] + struct.pack("<H", 2) + canonical(header)
+    front = struct.pack("<II", frame, len(text) + 16) + text
+    path.write_bytes(front + xxhash.xxh3_128(front).digest() + raw[8 + length :])
+    assert read_trace(path).header == streams.header()
+
+
 def test_other_files_and_versions_are_named(path: Path, tmp_path: Path) -> None:
     raw = path.read_bytes()
     other = tmp_path / "other"
     other.write_bytes(b"HFQM" + bytes(60))
     with pytest.raises(TraceError, match="not a trace"):
         read_trace(other)
-    for version in (1, 3):  # whatever is behind it
+    for version in (1, 4):  # whatever is behind it
         other.write_bytes(raw[:18] + bytes([version, 0]) + raw[20:50])
-        with pytest.raises(TraceError, match=f"another version: expected 2, found {version}"):
+        with pytest.raises(TraceError, match=f"another version: expected 2 or 3, found {version}"):
             read_trace(other)
     other.write_bytes(raw[:4] + b"\xff\xff\xff\xff" + raw[8:])
     with pytest.raises(TraceError, match="damaged header"):

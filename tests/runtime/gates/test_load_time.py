@@ -12,6 +12,7 @@ import pytest
 
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check
+from ds4q.runtime.experts.header import Identity
 from ds4q.runtime.experts.profile import Profile
 from ds4q.runtime.gates import load_time, loading, yardstick
 from ds4q.runtime.gates.load_time import Front
@@ -162,7 +163,9 @@ def test_a_small_cache_may_begin_with_as_many_experts_of_its_profile_as_it_has_s
     path = tmp_path / "profile"
     identity = Front.read(loads.path).identity
     ranked = ((3, 9, 8, 7, 5), (), (), ())
-    path.write_bytes(Profile(identity, ranked, tuple((1,) * len(ids) for ids in ranked)).encode())
+    path.write_bytes(
+        Profile(identity.artifact, ranked, tuple((1,) * len(ids) for ids in ranked)).encode()
+    )
     with Reader(loads.path) as reader:
         entries = {
             expert: [reader.tensors[f"layers.0.ffn.experts.{expert}.w{w}.weight"] for w in "123"]
@@ -347,7 +350,7 @@ def test_bytes_read_twice_are_counted_once_each() -> None:
 
 def test_direct_reads_may_have_pages_of_neighbours() -> None:
     spans = np.array([[5000, 15000], [15000, 25000]], np.int64)
-    front = Front("x", spans, np.array([[0, 1], [2, 3]], np.int64))
+    front = Front(Identity("x", ""), spans, np.array([[0, 1], [2, 3]], np.int64))
     reads = [[0, 5000, 0], [0, 5001, 0], [0, 8192, 1], [4096, 12288, 1], [24576, 4096, 1]]
     assert front.of_experts(as_reads(reads)).tolist() == [False, True, False, True, False]
     assert front.of_experts(as_reads(reads), [(0, 1)]).tolist() == [False] * 5
