@@ -454,8 +454,7 @@ def calibrate(
     out : the imatrix; an earlier one of ds4q is replaced, another file only with ``force``
     limit_tokens : read no more than so many tokens of text in all, BOS not counted
     window_tokens : positions of a whole window; None takes 512, or what the model has
-    expert_cache : bytes of routed experts that are in memory at a time; "auto", what memory leaves;
-        None: the same, and a whole layer's where the free memory cannot be told
+    expert_cache : bytes of routed experts that are in memory at a time; None or "auto": what fits
     tell : hears how much disk the hidden states take
     warn : hears that memory could not be checked
 

@@ -145,7 +145,7 @@ class LoadTime:
         model = Model.read(path)
         front = Front.read(path)
         warm = self._warm(model, front)
-        state: dict[str, Any] = {"artifact": front.identity, "sha256": _sha256(path)}
+        state: dict[str, Any] = {"artifact": front.identity.artifact, "sha256": _sha256(path)}
         state |= {"device": where.device, "threads": where.threads}
         baseline = None
         if self.baseline is not None:
