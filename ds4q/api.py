@@ -481,11 +481,9 @@ def calibrate(
 
 
 def check_adapter(path: str | os.PathLike[str], trunk: str | os.PathLike[str]) -> None:
-    """Refuse an expert predictor that is damaged, or of another model than the artifact ``trunk``.
+    """Raise ``AdapterError`` for a predictor that is damaged, or of another model than ``trunk``.
 
-    Raises
-    ------
-    AdapterError : what is wrong with it
+    ``trunk`` is an artifact.
     """
     from ds4q.runtime.config import parse_config  # the model's kernels come with it
     from ds4q.runtime.errors import AdapterError
