@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks import flash_model
 from benchmarks.harness import ROOT, Recorder, Times
 from ds4q.artifact.hfq import Reader
-from ds4q.runtime.engine import checked_config
+from ds4q.runtime.config import checked_config
 from ds4q.runtime.gates.load_time import Front, read_twice
 from ds4q.runtime.gates.loading import Load, measure
 from ds4q.runtime.gates.pagecache import drop

@@ -42,10 +42,10 @@ from ds4q.artifact.hfq import Reader
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.streams import TO_DEVICE
 from ds4q.runtime import digests
+from ds4q.runtime.config import checked_config
 from ds4q.runtime.device import transport
 from ds4q.runtime.device.engine import HipEngine
 from ds4q.runtime.device.paging import DevicePaging
-from ds4q.runtime.engine import checked_config
 from ds4q.runtime.experts.adapter import NORMALISATION, STATE, TARGET, About, Adapter
 from ds4q.runtime.experts.fit import RANK, RIDGE, Pair, Sums
 from ds4q.runtime.experts.options import CacheOptions

@@ -28,11 +28,12 @@ from ds4q.artifact.walk import LegalBytes, ReceiptDigests, Visitor, walk
 from ds4q.quantize.audit import Audit, audit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.choose import Wish, choose
-from ds4q.quantize.compare import Demands, SourceComparison, check_inventory
+from ds4q.quantize.compare import Demands, SourceComparison
 from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
 from ds4q.quantize.export import export as export  # one of the functions of this module
 from ds4q.quantize.imatrix import Imatrix, read_imatrix
+from ds4q.quantize.inventory import check_inventory
 from ds4q.quantize.job import Job, SpaceError, Summary
 from ds4q.quantize.measure import ErrorSums
 from ds4q.quantize.outputs import OutputPlaceError

@@ -1,4 +1,4 @@
-"""Owns the proof against config and source: inventory, and every packed byte.
+"""Compares an artifact with its source, byte by byte.
 
 Compares bytes, not digests. FP4 codes and scale bytes are compared one by one, raw copies too; a
 tensor that was converted through float32, or encoded in a lossy type, is made again and must give
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +34,11 @@ from ds4q.artifact.types import RAW, ROCMFPX, TYPES, TensorType
 from ds4q.artifact.walk import TensorVisitor
 from ds4q.quantize.audit import Audit, Unit
 from ds4q.quantize.checkpoint import Checkpoint
-from ds4q.quantize.config import check_config, check_generation
 from ds4q.quantize.convert import Encoding, add_errors, comparable, compare
-from ds4q.quantize.deepseek4 import Inventory, classify, find_draft
 from ds4q.quantize.encoding import KEY, encoding_in
 from ds4q.quantize.errors import BooksError, SourceError
 from ds4q.quantize.fitting import Fitting
+from ds4q.quantize.inventory import is_draft, place
 from ds4q.quantize.measure import ErrorSums
 from ds4q.quantize.plan import PlannedTensor, importance_of, source_metadata
 from ds4q.quantize.recipe import RECIPES
@@ -51,70 +50,6 @@ if TYPE_CHECKING:
 U8 = npt.NDArray[np.uint8]
 WORST_LISTED = 10
 _local = threading.local()
-
-
-def place(name: str) -> dict[str, Any]:
-    """Layer, expert and projection of a tensor name, for a failure."""
-    info = classify(name)
-    if info is None:
-        return {}
-    return {"layer": info.layer, "expert": info.expert, "projection": info.projection}
-
-
-def _is_draft(name: str) -> bool:
-    return name.startswith("mtp.")
-
-
-def check_inventory(reader: Reader, check: Check) -> None:
-    """The tensors are those that the artifact's own config implies, in the shapes it implies.
-
-    A file marked as partial may lack tensors; none may be strange to the model.
-    """
-    ours = own_metadata(reader) or {}
-    partial = bool(ours.get("partial"))
-    config = reader.metadata.get("config")
-    if not isinstance(config, dict):
-        check.fail(Failure("metadata holds no config object"))
-        return
-    if partial and not config:
-        config = {"model_type": "deepseek_v4"}
-    try:
-        dims = check_config(config, reader.path, allow_partial=partial)
-        generation = reader.metadata.get("generation_config")
-        if isinstance(generation, dict):
-            check_generation(generation, config, reader.path, "generation_config.")
-        draft, stages = find_draft(reader.tensors, config)
-        inventory = Inventory(dims, draft, stages)
-    except SourceError as error:
-        check.fail_with(error)
-        return
-    weights = [entry for entry in reader.tensors.values() if entry.type_id != RAW.id]
-    for entry in weights:
-        try:
-            shape = inventory.expected(entry.name, reader.path).shape
-        except SourceError as error:
-            check.fail_with(error)
-            continue
-        agree = len(shape) == len(entry.shape) and all(
-            want in (None, found) for want, found in zip(shape, entry.shape, strict=True)
-        )
-        if not agree:
-            check.fail(
-                Failure(
-                    "shape is not what the config implies",
-                    tensor=entry.name,
-                    expected=str(list(shape)),
-                    found=str(list(entry.shape)),
-                )
-            )
-    parts = {_is_draft(name) for name in reader.tensors}
-    missing = 0
-    for name in inventory.required():
-        if _is_draft(name) in parts and name not in reader.tensors:
-            missing += 1
-            if not partial:
-                check.fail(Failure("tensor is missing", tensor=name))
-    check.figures |= {"tensors": len(reader.tensors), "missing": missing, "partial": partial}
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,9 +331,9 @@ class SourceComparison:
         """What no payload shows: tensors that are not there, and texts in the metadata."""
         reader = self._artifact
         ours = own_metadata(reader) or {}
-        parts = {_is_draft(name) for name in reader.tensors}
+        parts = {is_draft(name) for name in reader.tensors}
         lacking = [
-            name for name in self._units if name not in reader.tensors and _is_draft(name) in parts
+            name for name in self._units if name not in reader.tensors and is_draft(name) in parts
         ]
         if not ours.get("partial"):
             for name in lacking:

@@ -19,8 +19,8 @@ from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader
 from ds4q.quantize.imatrix import claim_place, write_imatrix
 from ds4q.quantize.imatrix.writing import ImatrixPlaceError
+from ds4q.runtime.config import check_sound, checked_config
 from ds4q.runtime.digests import Digests
-from ds4q.runtime.engine import checked_config
 from ds4q.runtime.errors import RunError
 from ds4q.runtime.experts.options import Budget
 from ds4q.runtime.layerwise import observe_layers, plan_layers
@@ -102,6 +102,7 @@ def calibrate(
     digests = [_digest(text) for text in texts]
     total = sum(map(len, windows))
     with Reader(path) as reader, ExitStack() as stack:
+        check_sound(reader)
         plan = plan_layers(reader, config, total, expert_cache)
         notes = plan.notes
         receipt = Digests.of(reader, notes)

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ds4q.artifact.hfq import ARCH_DEEPSEEK4, Reader
 from ds4q.quantize.config import check_config
 from ds4q.quantize.errors import SourceError
+from ds4q.quantize.inventory import first_fault
 from ds4q.quantize.rope import BASES
 from ds4q.runtime.errors import ConfigError, RunError
 
@@ -114,3 +116,38 @@ def parse_config(config: Mapping[str, Any], *, path: object = None) -> ModelConf
     values["compress_ratios"] = tuple(config["compress_ratios"][: config["num_hidden_layers"]])
     values["rope_scaling"] = Yarn(**yarn)
     return ModelConfig(**{name: values[name] for name in names})
+
+
+def checked_config(reader: Reader) -> ModelConfig:
+    """The config of a complete DeepSeek-V4 artifact; ``RunError`` for any other file."""
+    if reader.arch_id != ARCH_DEEPSEEK4:
+        raise RunError(
+            "not a DeepSeek-V4 artifact",
+            path=reader.path,
+            expected=f"arch id {ARCH_DEEPSEEK4}",
+            found=reader.arch_id,
+        )
+    ours = reader.metadata.get("ds4q")
+    if isinstance(ours, dict) and ours.get("partial"):
+        raise RunError(
+            "the artifact holds only part of a model",
+            path=reader.path,
+            remedy="quantize the whole checkpoint, without --allow-partial and prefixes",
+        )
+    if reader.tensors and all(name.startswith("mtp.") for name in reader.tensors):
+        raise RunError(
+            "this is the draft part of a model",
+            path=reader.path,
+            remedy="run the artifact that it was written beside",
+        )
+    config = reader.metadata.get("config")
+    if not isinstance(config, dict):
+        raise ConfigError("metadata holds no config object", path=reader.path)
+    return parse_config(config, path=reader.path)
+
+
+def check_sound(reader: Reader) -> None:
+    """Refuse an artifact whose header, metadata or index ``ds4q verify`` calls wrong."""
+    fault = first_fault(reader)
+    if fault is not None:
+        raise RunError(fault, path=reader.path, remedy="see what ds4q verify says of it")

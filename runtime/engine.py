@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ds4q.artifact.fastpath import steady
-from ds4q.artifact.hfq import ARCH_DEEPSEEK4, Reader
+from ds4q.artifact.hfq import Reader
 from ds4q.runtime import kv
 from ds4q.runtime.backend.cpu import CpuBackend
 from ds4q.runtime.backend.workers import Workers
-from ds4q.runtime.config import ModelConfig, parse_config
+from ds4q.runtime.config import ModelConfig, check_sound, checked_config
 from ds4q.runtime.digests import Digests
-from ds4q.runtime.errors import ConfigError, ContextError, RunError, SequenceError, TokenError
+from ds4q.runtime.errors import ContextError, RunError, SequenceError, TokenError
 from ds4q.runtime.experts.cache import ExpertCache, open_cache
 from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.experts.plan import check_resident, working_bytes
@@ -172,6 +172,7 @@ class Engine:
                 metadata=reader.metadata,
                 cache=opened,
             )
+            check_sound(reader)
             if opened is None or opened.plan is None:
                 needed = {"weights": source.planned_bytes, "sequences": state_bytes}
                 needed |= {
@@ -457,31 +458,3 @@ def check_parts(parts: Sequence[tuple[object, I64]], most_tokens: int) -> None:
         raise RunError(
             "too many tokens for one step", expected=f"at most {most_tokens}", found=tokens
         )
-
-
-def checked_config(reader: Reader) -> ModelConfig:
-    """The config of a complete DeepSeek-V4 artifact; ``RunError`` for any other file."""
-    if reader.arch_id != ARCH_DEEPSEEK4:
-        raise RunError(
-            "not a DeepSeek-V4 artifact",
-            path=reader.path,
-            expected=f"arch id {ARCH_DEEPSEEK4}",
-            found=reader.arch_id,
-        )
-    ours = reader.metadata.get("ds4q")
-    if isinstance(ours, dict) and ours.get("partial"):
-        raise RunError(
-            "the artifact holds only part of a model",
-            path=reader.path,
-            remedy="quantize the whole checkpoint, without --allow-partial and prefixes",
-        )
-    if reader.tensors and all(name.startswith("mtp.") for name in reader.tensors):
-        raise RunError(
-            "this is the draft part of a model",
-            path=reader.path,
-            remedy="run the artifact that it was written beside",
-        )
-    config = reader.metadata.get("config")
-    if not isinstance(config, dict):
-        raise ConfigError("metadata holds no config object", path=reader.path)
-    return parse_config(config, path=reader.path)

@@ -61,7 +61,7 @@ def command(
     elif _starts_with(file, TRACE_MAGIC, at=TRACE_MAGIC_AT) or _starts_with(file, TRACE_FRAME):
         document, rows = _trace(file)
     else:
-        document, rows = _artifact(file, check)
+        document, rows = _artifact(file, check, strict)
     shown = rows if layer is None else [row for row in rows if _layer(row["name"]) == layer]
     listed = tensors or layer is not None
     document["ok"] = check.ok and not check.notes
@@ -92,13 +92,16 @@ def _layer(name: str) -> int | None:
     return None if info is None else info.layer
 
 
-def _artifact(file: Path, check: Check) -> tuple[Document, Rows]:
+def _artifact(file: Path, check: Check, strict: bool) -> tuple[Document, Rows]:
     from ds4q.artifact.check import check_structure
     from ds4q.artifact.describe import describe
-    from ds4q.artifact.hfq import Reader
+    from ds4q.artifact.hfq import ARCH_DEEPSEEK4, Reader
+    from ds4q.quantize.inventory import check_inventory
 
     with Reader(file) as reader:
         check_structure(reader, check)
+        if strict or reader.arch_id == ARCH_DEEPSEEK4:
+            check_inventory(reader, check)
         return describe(reader)
 
 

@@ -157,7 +157,7 @@ class Loading:
     def _context(self, tokens: int | None) -> int | None:
         """``tokens``, or as many as the model has positions for."""
         from ds4q.artifact.hfq import Reader
-        from ds4q.runtime.engine import checked_config
+        from ds4q.runtime.config import checked_config
 
         if tokens is None:
             return None

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ds4q.artifact.check import check_structure
 from ds4q.artifact.codings import Codings
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.metadata import front_digest
@@ -18,9 +17,9 @@ from ds4q.artifact.receipt import find_receipt
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import ROCMFP2, ROCMFP6
 from ds4q.artifact.walk import LegalBytes, ReceiptDigests, TensorVisitor, Visitor, walk
-from ds4q.quantize.compare import check_inventory
 from ds4q.quantize.export.plan import U8, ExportError, ExportPlan, Move
 from ds4q.quantize.export.staging import Staging, check_place
+from ds4q.quantize.inventory import fault_line, first_fault
 
 Format = Literal["safetensors", "gguf"]
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -96,7 +95,9 @@ def export(
     out = Path(out)
     check_place(out)
     with Reader(path) as reader:
-        _check_front(reader)
+        fault = first_fault(reader)
+        if fault is not None:
+            raise _refusal(reader, fault)
         if to == "gguf":
             from ds4q.quantize.export.gguf import plan_gguf
 
@@ -116,21 +117,14 @@ def export(
     return Exported(os.fspath(out), to, plan, (*plan.warnings, *told), time.perf_counter() - begin)
 
 
-def _check_front(reader: Reader) -> None:
-    for name, look in (("structure", check_structure), ("inventory", check_inventory)):
-        check = Check(name, path=str(reader.path))
-        look(reader, check)
-        _refuse_faults(reader, [check])
+def _refusal(reader: Reader, fault: str) -> ExportError:
+    return ExportError(fault, path=reader.path, remedy="see what ds4q verify says of it")
 
 
 def _refuse_faults(reader: Reader, checks: list[Check]) -> None:
     for check in checks:
         if not check.ok:
-            line = check.failures[0].line()
-            more = f", and {check.count - 1:,} more" if check.count > 1 else ""
-            raise ExportError(
-                f"{line}{more}", path=reader.path, remedy="see what ds4q verify says of it"
-            )
+            raise _refusal(reader, fault_line(check))
 
 
 def _pass_over(

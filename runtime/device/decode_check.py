@@ -22,7 +22,7 @@ from ds4q.hipkern.driver import Device
 from ds4q.hipkern.errors import HipError
 from ds4q.hipkern.handles import Buffer, Pinned
 from ds4q.hipkern.kernels import Kernels
-from ds4q.quantize.compare import place
+from ds4q.quantize.inventory import place
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]

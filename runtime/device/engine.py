@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ds4q.artifact.hfq import Reader
 from ds4q.runtime.backend.hip import HipBackend
-from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.config import ModelConfig, check_sound, checked_config
 from ds4q.runtime.device.block import StepBlock
 from ds4q.runtime.device.expert_cache import ExpertCache, untraceable
 from ds4q.runtime.device.layout import Layout
@@ -33,7 +33,6 @@ from ds4q.runtime.device.weights import DeviceSource
 from ds4q.runtime.engine import (
     BATCH_TOKENS,
     check_parts,
-    checked_config,
     checked_context,
     checked_ids,
     checked_kv_type,
@@ -121,6 +120,7 @@ class HipEngine:
         self._left_bytes = sequences * self._caches.expected_bytes
         if backend.device.unified:  # its memory is the host's
             self._left_bytes += beside_bytes
+        check_sound(reader)
         try:
             self._load(reader, progress, cache)
         except BaseException:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check
-from ds4q.runtime.config import ModelConfig
+from ds4q.runtime.config import ModelConfig, checked_config
 from ds4q.runtime.engine import (
     BATCH_TOKENS,
     Engine,
-    checked_config,
     expected_state_bytes,
 )
 from ds4q.runtime.errors import CacheError, GateError

@@ -52,6 +52,10 @@ ELSEWHERE = {
     "changed-file": "test_hfq_rulings.py::test_file_that_changed",
     "written-file": "test_opened.py::test_a_write_is_an_error",
     "not-a-regular-file": "test_hfq.py::test_folder_and_fifo_are_refused_without_waiting",
+    "other-model": "../test_verdicts.py::test_every_command_refuses_a_fault",
+    "strange-tensor": "../test_verdicts.py::test_every_command_refuses_a_fault",
+    "missing-tensor": "../test_verdicts.py::test_every_command_refuses_a_fault",
+    "metadata-kind": "../test_verdicts.py::test_every_command_refuses_a_fault",
     "own-digests": "test_hfq.py::test_every_flipped_bit_of_header_metadata_and_index_is_refused",
 }
 

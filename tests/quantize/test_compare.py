@@ -17,7 +17,7 @@ from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.report import Check, Failure, Report
 from ds4q.artifact.types import BF16, F16, F32, HFP4G32
-from ds4q.quantize.compare import check_inventory, place
+from ds4q.quantize.inventory import check_inventory, place
 from ds4q.quantize.recipe import DENSE_RECIPES
 from tests.quantize import models
 from tests.quantize.builders import RANDOM

@@ -328,7 +328,7 @@ def test_part_of_a_model_is_refused(
     monkeypatch.setattr(Reader, "_check_front_digests", lambda self, parsed: None)
     path = write(tmp_path / "m.hfq", config_of(RANDOM), tensors, ds4q={"partial": partial})
     check_refused(RunError, lambda: Engine.load(path, threads=1), path=path, says=["part"])
-    whole = write(tmp_path / "whole.hfq", config_of(RANDOM), tensors, ds4q={"recipe": "fp4"})
+    whole = write(tmp_path / "whole.hfq", config_of(RANDOM), tensors)
     assert Engine.load(whole, threads=1).vocab_size == 512
 
 

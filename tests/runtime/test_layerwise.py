@@ -18,7 +18,8 @@ from ds4q.quantize.imatrix import LayerStatistics
 from ds4q.runtime import layerwise as module
 from ds4q.runtime.backend.cpu import CpuBackend
 from ds4q.runtime.collect import Collector
-from ds4q.runtime.engine import Engine, checked_config
+from ds4q.runtime.config import checked_config
+from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import CacheError, SpoolError
 from ds4q.runtime.experts.catalogue import Catalogue
 from ds4q.runtime.layerwise import observe_layers, plan_layers

@@ -15,8 +15,9 @@ from ds4q.cli import main
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.errors import DeviceMemoryError
 from ds4q.hipkern.sim.control import Control
+from ds4q.runtime.config import checked_config
 from ds4q.runtime.device.engine import HipEngine
-from ds4q.runtime.engine import Engine, checked_config, expected_state_bytes
+from ds4q.runtime.engine import Engine, expected_state_bytes
 from ds4q.runtime.errors import CacheError, HostMemoryError
 from ds4q.runtime.experts import budget
 from ds4q.runtime.experts.options import CacheOptions

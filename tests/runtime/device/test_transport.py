@@ -13,10 +13,10 @@ import xxhash
 from ds4q.artifact.hfq import Reader
 from ds4q.hipkern.driver import Device
 from ds4q.hipkern.sim.control import Control
+from ds4q.runtime.config import checked_config
 from ds4q.runtime.device.pools import ExpertPools
 from ds4q.runtime.device.transport import DeviceTransport
 from ds4q.runtime.digests import Digests
-from ds4q.runtime.engine import checked_config
 from ds4q.runtime.errors import DigestError, ExpertReadError, TransportClosedError
 from ds4q.runtime.experts.catalogue import Catalogue, Key
 from ds4q.runtime.experts.reading import ExpertReader, Fill, Purpose

@@ -18,12 +18,12 @@ from ds4q.hipkern.driver import Device
 from ds4q.hipkern.errors import DeviceMemoryError
 from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.backend.hip import HipBackend
+from ds4q.runtime.config import checked_config
 from ds4q.runtime.device import weights as weights_module
 from ds4q.runtime.device.engine import HipEngine
 from ds4q.runtime.device.layout import Layout
 from ds4q.runtime.device.model import plan_weights
 from ds4q.runtime.device.weights import DeviceSource, Matrix
-from ds4q.runtime.engine import checked_config
 from ds4q.runtime.errors import BackendTypeError, DeviceModelError, ModelTensorError, RunError
 from tests.checks import check_refused
 from tests.runtime.artifacts import Packed, write
