@@ -25,7 +25,7 @@ from ds4q.artifact.writer import LockedError, PartialFile, WriteError
 from ds4q.quantize.audit import Audit
 from ds4q.quantize.checkpoint import CONFIG, OBJECTS, TEXTS, Checkpoint
 from ds4q.quantize.convert import Events
-from ds4q.quantize.errors import JobError
+from ds4q.quantize.errors import JobError, SaturationError
 from ds4q.quantize.finished import DamagedOutputError, planned_receipts, whole_receipts
 from ds4q.quantize.index import INDEX
 from ds4q.quantize.journal import Earlier, Journal, JournalError, check_identity, read_journal
@@ -255,7 +255,7 @@ class Job:
         except Exception as error:
             if (stop := stops.stop_behind(error)) is not None:
                 raise stop from error
-            kept = (LockedError, AppearedError, ForeignFileError, JournalError)
+            kept = (LockedError, AppearedError, ForeignFileError, JournalError, SaturationError)
             if isinstance(error, Ds4qError | OSError) and not isinstance(error, kept):
                 self._discard()
             if isinstance(error, OSError):

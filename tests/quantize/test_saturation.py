@@ -94,6 +94,7 @@ def test_a_lost_expert_is_refused_and_otherwise_counted_everywhere(
     assert not out.exists()
 
     summary = quantize(source, out, recipe, allow_saturation=True, resume=True)
+    assert summary.resumed_bytes > 0
     blocks = 128 * 8
     assert summary.document()["events"]["saturated_blocks"] == blocks
     note = f"not exact: {blocks:,} blocks saturated in 1 tensor"

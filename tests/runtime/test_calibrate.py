@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ds4q import api
 from ds4q.api import calibrate
 from ds4q.artifact.fastpath import reference_wanted
 from ds4q.artifact.hfq import ARCH_DEEPSEEK4
 from ds4q.artifact.metadata import front_digest, seal
+from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.writer import TensorSpec, layout
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.config import check_config
@@ -30,7 +33,7 @@ from ds4q.runtime.collect import Collector
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import CorpusError, RunError
 from tests.checks import check_refused, same_bits
-from tests.runtime.artifacts import DATA, Packed, config_of, pack, write
+from tests.runtime.artifacts import DATA, Packed, config_of, write
 
 RANDOM, TINY = DATA / "ds4-random", DATA / "ds4-tiny"
 TEXT = (DATA / "text" / "calibration.txt").read_text()[:150]
@@ -188,8 +191,13 @@ def test_windows_longer_than_the_model(tmp_path: Path, ids: Path) -> None:
 
 
 def test_default_windows_fit_the_model(tmp_path: Path, ids: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(RANDOM, source)
     config = config_of(RANDOM) | {"max_position_embeddings": 100}
-    path = sealed(tmp_path / "m.hfq", config, pack(RANDOM), source_fingerprint="0" * 64)
+    (source / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "m.hfq"
+    api.quantize(source, path, draft="drop", warn=lambda text: None)
+    receipt_path(path).unlink()
     heard: list[str] = []
     done = calibrate(path, [ids], tmp_path / "a", warn=heard.append)
     assert "no receipt" in heard[0]
