@@ -1,25 +1,29 @@
-"""Owns what ``ds4q verify`` is pointed at: artifacts, registry documents and folders of both.
+"""What ``ds4q verify`` is pointed at: artifacts, registry documents and folders of both.
 
 Finds them, and has each checked by the room that knows it: what an artifact's own pass has hashed
 is what its registry entry is held against. A receipt stands for its artifact, also where that is
-too large to be at hand. Knows no rule of its own.
+too large to be at hand. Of several sources, an artifact is compared with the one whose fingerprint
+it names. Knows no rule of its own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ds4q import api
-from ds4q.artifact.hfq import MAGIC, UNFINISHED_MAGIC
+from ds4q.artifact.check import own_metadata
+from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.hfq import MAGIC, UNFINISHED_MAGIC, Reader
 from ds4q.artifact.places import reason
-from ds4q.artifact.receipt import SUFFIX, read_receipt
-from ds4q.artifact.report import Check, Failure, Report
+from ds4q.artifact.receipt import SUFFIX, find_receipt, read_receipt
+from ds4q.artifact.report import NOT_COMPARED, Check, Failure, Report
+from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.registry.entries import Entry, Registry
 from ds4q.registry.names import ARTIFACT_SUFFIXES
 from ds4q.registry.signing import check_signature, signature_path
@@ -167,21 +171,97 @@ class _Document:
         return any(os.path.lexists(self.path.parent / name) for name in names)
 
 
+@dataclass(slots=True)
+class _Sources:
+    """The checkpoints that were given, and which of them an artifact was made from.
+
+    Attributes
+    ----------
+    by_fingerprint : of those that could be opened; of two equal ones the first
+    reports : a failed report for each that could not
+    unknown : whether some artifact could not be asked which source it is from
+    """
+
+    by_fingerprint: dict[str, Path] = field(default_factory=dict)
+    reports: list[Report] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    unknown: bool = False
+
+    @classmethod
+    def open(cls, paths: Sequence[Path]) -> _Sources:
+        found = cls()
+        for path in paths:
+            report = Report({"path": os.fspath(path), "name": path.name, "kind": "source"})
+            with report.check("source") as check:
+                try:
+                    with Checkpoint.open(path, allow_partial=True) as checkpoint:
+                        found.by_fingerprint.setdefault(checkpoint.fingerprint(), path)
+                except OSError as error:
+                    check.fail(_unreadable(error, path))
+            if not report.ok:
+                found.reports.append(report)
+        return found
+
+    def of(self, artifact: Path) -> tuple[Path | None, str]:
+        """The source of ``artifact``; else None, and why there is none, in a few words."""
+        try:
+            fingerprint = _fingerprint(artifact)
+        except (Ds4qError, OSError):
+            self.unknown = True
+            return None, "it cannot be read"
+        if fingerprint is None:
+            return None, "it does not record which checkpoint it was made from"
+        if fingerprint not in self.by_fingerprint:
+            return None, f"no --source has the fingerprint {fingerprint}"
+        self.used.add(fingerprint)
+        return self.by_fingerprint[fingerprint], ""
+
+    def finish(self) -> list[Report]:
+        """Reports of the sources that did not serve: unreadable ones, and those of no artifact.
+
+        The latter are left out where an artifact could not be read: it may be from them.
+        """
+        unfit = Failure("no artifact here was made from this checkpoint")
+        if not self.unknown:
+            for fingerprint, path in self.by_fingerprint.items():
+                if fingerprint not in self.used:
+                    self.reports.append(failed(path, "source", unfit))
+                    self.reports[-1].artifact["kind"] = "source"
+        return self.reports
+
+
+def _fingerprint(artifact: Path) -> str | None:
+    """Of the checkpoint that an artifact was made from, by its metadata, else its receipt."""
+    with Reader(artifact) as reader:
+        found = (own_metadata(reader) or {}).get("source_fingerprint")
+        if found is None and (receipt := find_receipt(reader, None)) is not None:
+            found = receipt[1].source_fingerprint
+    return found if isinstance(found, str) else None
+
+
+def _made_with_imatrix(artifact: Path) -> bool:
+    with Reader(artifact) as reader:
+        return bool((own_metadata(reader) or {}).get("imatrix_sha256"))
+
+
 def verify_targets(
     targets: Targets,
     *,
-    require_receipt: bool,
     public_key: Path | None,
-    device: api.Where,
-    threads: int,
     progress: api.Progress,
-    tell: Callable[[str], None],
+    sources: Sequence[Path] = (),
+    imatrix: Path | None = None,
+    **options: Any,
 ) -> list[Report]:
     """Check every target: artifacts first, then receipts without them, then registry documents.
 
     A registry document is held to its schema, and each of its entries with a file in its folder to
-    that file. What cannot be read is a failure like any other.
+    that file. With ``sources`` each artifact is compared with the one that it was made from; where
+    that was not given, its check "source" says that nothing was compared. A source that no artifact
+    is from is a failure, as is what cannot be read. ``imatrix`` is for the artifacts that were made
+    with one. ``options`` are those of ``api.verify``.
     """
+    given = _Sources.open(sources)
     documents = [_Document.open(path) for path in targets.documents]
     registered = {
         os.path.realpath(document.path.parent / entry.file)
@@ -191,16 +271,21 @@ def verify_targets(
     reports: list[Report] = []
     known: dict[str, api.Verification] = {}
     for path in targets.artifacts:
+        source, why_not = given.of(path) if sources else (None, "")
+        weights = imatrix if source is not None and _made_with_imatrix(path) else None
         found = verify_artifact(
             path,
             public_key=public_key,
-            require_receipt=require_receipt,
             want_sha256=os.path.realpath(path) in registered,
-            device=device,
-            threads=threads,
             progress=progress,
-            tell=tell,
+            source=source,
+            imatrix=weights,
+            **options,
         )
+        if why_not and found.checks[0].ok:
+            with found.check("source") as check:
+                check.unjudged = NOT_COMPARED
+                check.notes.append(f"{NOT_COMPARED} with a source: {why_not}")
         reports.append(found)
         known[os.path.realpath(path)] = found
     reports += [_verify_receipt(path) for path in targets.receipts]
@@ -209,6 +294,7 @@ def verify_targets(
             with document.report.check(f"entry {entry.tag}") as check:
                 check_registered(entry, document.path.parent, check, known, progress)
         reports.append(document.report)
+    reports += given.finish()
     nothing = Failure("the folder holds neither an artifact nor a receipt nor a registry document")
     return reports + [failed(path, "folder", nothing) for path in targets.empty]
 

@@ -89,11 +89,16 @@ class BudgetPlan:
         """What was chosen and why, as JSON.
 
         Losses are relative squared errors, weighted over all experts (``losses.py``); ``border`` is
-        the least profitable step that was taken and the best one that was not.
+        the least profitable step that was taken and the best one that was not. It comes first:
+        ``outputs.is_plan`` recognizes the file by it.
         """
         losses = _picked(self.measured.losses, self.grid.codes)
         losses = np.where(np.isfinite(losses), losses, 0)  # parts that are not there
         return {
+            "border": {
+                "last": self._told(self.spent.last_step),
+                "next": self._told(self.spent.next_step),
+            },
             "target": {"bpw": self.target.bpw, "bytes": self.target.nbytes},
             "bpw_experts": self.bpw,
             "payload_bytes": self.payload_bytes,
@@ -115,10 +120,6 @@ class BudgetPlan:
                 }
                 for layer in range(len(losses))
             ],
-            "border": {
-                "last": self._told(self.spent.last_step),
-                "next": self._told(self.spent.next_step),
-            },
         }
 
     def _counts(self, layer: int | slice, part: int) -> dict[str, int]:

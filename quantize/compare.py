@@ -29,7 +29,7 @@ from ds4q.artifact.receipt import (
     TensorRecord,
     saturation_note,
 )
-from ds4q.artifact.report import Check, Failure
+from ds4q.artifact.report import NOT_JUDGED, Check, Failure
 from ds4q.artifact.types import RAW, ROCMFPX, TYPES, TensorType
 from ds4q.artifact.walk import TensorVisitor
 from ds4q.quantize.audit import Audit, Unit
@@ -38,7 +38,7 @@ from ds4q.quantize.convert import Encoding, add_errors, comparable, compare
 from ds4q.quantize.encoding import KEY, encoding_in
 from ds4q.quantize.errors import BooksError, SourceError
 from ds4q.quantize.fitting import Fitting
-from ds4q.quantize.inventory import is_draft, place
+from ds4q.quantize.inventory import is_draft
 from ds4q.quantize.measure import ErrorSums
 from ds4q.quantize.plan import PlannedTensor, importance_of, source_metadata
 from ds4q.quantize.recipe import RECIPES
@@ -104,9 +104,7 @@ class _AgainstSource:
                 return
             found = compare(rows, kind, packed, self._encoding)
         except SourceError as error:
-            self._failures.append(
-                Failure(error.what, tensor=name, found=str(error.found), **place(name))
-            )
+            self._failures.append(Failure(error.what, tensor=name, found=str(error.found)))
             return
         if found is not None:
             what = "row header" if found.block < 0 else "packed block"
@@ -118,7 +116,6 @@ class _AgainstSource:
                     block=found.block if found.block >= 0 else None,
                     expected=found.expected,
                     found=found.found,
-                    **place(name),
                 )
             )
 
@@ -144,7 +141,6 @@ class _AgainstSource:
                     tensor=name,
                     expected=_source_text(record.sources),
                     found=_source_text(found),
-                    **place(name),
                 )
             )
         recorded = record.events.get(SATURATED)
@@ -155,7 +151,6 @@ class _AgainstSource:
                     tensor=record.name,
                     expected=str(recorded),
                     found=str(self._sums.saturated_blocks),
-                    **place(record.name),
                 )
             )
 
@@ -214,9 +209,8 @@ class SourceComparison:
         if entry.type_id == RAW.id:
             return None  # a decode table: its books are compared with their tensors
         unit = self._units.get(entry.name)
-        where = place(entry.name)
         if unit is None:
-            return _Refused(Failure("tensor is not in the source", tensor=entry.name, **where))
+            return _Refused(Failure("tensor is not in the source", tensor=entry.name))
         if unit.info.logical_shape != entry.shape:
             return _Refused(
                 Failure(
@@ -224,7 +218,6 @@ class SourceComparison:
                     tensor=entry.name,
                     expected=str(list(unit.info.logical_shape)),
                     found=str(list(entry.shape)),
-                    **where,
                 )
             )
         found = TYPES[entry.type_id]
@@ -237,7 +230,6 @@ class SourceComparison:
                         tensor=entry.name,
                         expected=wanted.name,
                         found=found.name,
-                        **where,
                     )
                 )
         elif not comparable(unit.kind, found):
@@ -247,7 +239,6 @@ class SourceComparison:
                     tensor=entry.name,
                     expected=unit.kind,
                     found=found.name,
-                    **where,
                 )
             )
         buffers = _local.__dict__.setdefault("buffers", Buffers())
@@ -262,7 +253,7 @@ class SourceComparison:
                 self._ahead.take(self._number[entry.name]),
             )
         except Ds4qError as error:
-            return _Refused(Failure(str(error), tensor=entry.name, **where))
+            return _Refused(Failure(str(error), tensor=entry.name))
         sums = None
         if found in ROCMFPX:
             sums = self.errors[entry.name] = ErrorSums.zero()
@@ -310,6 +301,12 @@ class SourceComparison:
         note = saturation_note(saturated)
         if note is not None:
             self.check.notes.append(note)
+        if self._demands.errors_only:
+            self.check.unjudged = NOT_JUDGED
+            self.check.notes.append(
+                f"{len(self.errors):,} re-encoded tensors were measured, not judged; "
+                "all others were compared"
+            )
         worst = sorted(self.errors, key=lambda name: (-self.errors[name].nrmse, name))
         self.check.figures |= {
             "nrmse": round(whole.nrmse, 6),
@@ -337,9 +334,7 @@ class SourceComparison:
         ]
         if not ours.get("partial"):
             for name in lacking:
-                self.check.fail(
-                    Failure("source tensor is not in the artifact", tensor=name, **place(name))
-                )
+                self.check.fail(Failure("source tensor is not in the artifact", tensor=name))
         for key, wanted in source_metadata(self._checkpoint).items():
             if reader.metadata.get(key) != wanted:
                 self.check.fail(Failure(f"metadata key '{key}' differs from the source"))

@@ -6,14 +6,12 @@ Every command that takes an artifact judges it by these checks, so that a fault 
 
 from __future__ import annotations
 
-from typing import Any
-
 from ds4q.artifact.check import check_structure, own_metadata
 from ds4q.artifact.hfq import ARCH_DEEPSEEK4, Reader
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import RAW
 from ds4q.quantize.config import check_config, check_generation
-from ds4q.quantize.deepseek4 import Inventory, classify, find_draft
+from ds4q.quantize.deepseek4 import Inventory, find_draft
 from ds4q.quantize.errors import SourceError
 
 # What the metadata holds beside the config; each may be absent or null.
@@ -22,14 +20,6 @@ METADATA_KINDS = {
     "tokenizer_config": (dict, "an object"),
     "generation_config": (dict, "an object"),
 }
-
-
-def place(name: str) -> dict[str, Any]:
-    """Layer, expert and projection of a tensor name, for a failure."""
-    info = classify(name)
-    if info is None:
-        return {}
-    return {"layer": info.layer, "expert": info.expert, "projection": info.projection}
 
 
 def is_draft(name: str) -> bool:

@@ -7,7 +7,6 @@ A file at a final name is always whole. A stop leaves the partial files and the 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from ds4q.artifact import stops
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.files import AppearedError, ForeignFileError, free_bytes, read_small
 from ds4q.artifact.receipt import Receipt, receipt_path
+from ds4q.artifact.report import json_text
 from ds4q.artifact.types import RAW, TYPES
 from ds4q.artifact.writer import LockedError, PartialFile, WriteError
 from ds4q.quantize.audit import Audit
@@ -189,7 +189,7 @@ class Job:
         if self.budget is None:
             return {}
         out = self.plan.outputs[0].path
-        report = json.dumps(self.budget.report(), indent=2, sort_keys=True) + "\n"
+        report = json_text(self.budget.report())
         return {
             out.with_name(out.name + RECIPE_SUFFIX): self.budget.toml.encode(),
             out.with_name(out.name + REPORT_SUFFIX): report.encode(),

@@ -13,6 +13,7 @@ as well, until the file that has it is proven to be ds4q's own, which no option 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -43,6 +44,7 @@ from ds4q.quantize.plan import Output, Plan
 MARK = b"ds4q.unfinished.job\n"  # of a partial file before it is sealed
 RECIPE_SUFFIX = ".plan.toml"  # beside an artifact of a budget: the recipe that repeats it
 REPORT_SUFFIX = ".plan.json"  # and what was chosen, and why
+_REPORT = re.compile(rb'\{\n(?:  "schema_version": \d+,\n)?  "border": \{\n    "last"')
 MAX_NAME_BYTES = 255  # of every common file system
 
 
@@ -85,7 +87,7 @@ def is_artifact(head: bytes) -> bool:
 def is_plan(head: bytes) -> bool:
     """Whether a file that begins so is the recipe or the report of a budget."""
     recipe = head.startswith(b'name = "') and b'\ndescription = "planned for ' in head
-    return recipe or head.startswith(b'{\n  "border": {\n    "last"')
+    return recipe or _REPORT.match(head) is not None
 
 
 @dataclass(slots=True)

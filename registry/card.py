@@ -14,6 +14,7 @@ from typing import Any
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import Receipt, TensorRecord
+from ds4q.artifact.report import NOT_JUDGED
 from ds4q.artifact.tables import expert_of
 from ds4q.artifact.types import BY_NAME, HFP4G32, PRIVATE, RAW
 from ds4q.registry.arch import ARCH_NAMES, CURRENT_RELEASE, release
@@ -229,10 +230,7 @@ def _verified(sources: Sources) -> Iterator[str]:
     if measured is None:
         yield f"Checks of `ds4q verify`: {UNKNOWN}\n"
     else:
-        rows = [
-            (c["name"], "ok" if c["ok"] else f"FAILED, {c['figures'].get('failures')}")
-            for c in measured.document["checks"]
-        ]
+        rows = [(c["name"], _result(c)) for c in measured.document["checks"]]
         yield from _table(("check", "result"), rows)
         yield "From the verify report.\n"
         for check in measured.document["checks"]:
@@ -246,13 +244,19 @@ def _verified(sources: Sources) -> Iterator[str]:
     yield f"FP4 blocks with a subnormal scale (kept as they are): {tiny}\n"
 
 
+def _result(check: Mapping[str, Any]) -> str:
+    if check["ok"] is None:
+        return NOT_JUDGED
+    return "ok" if check["ok"] else f"FAILED, {check['figures'].get('failures')}"
+
+
 def _fidelity(source: Mapping[str, Any] | None, receipt: Receipt | None) -> str:
     """The word on the expert tensors: byte-exact, or which are not."""
     if source is None or receipt is None:
         return UNKNOWN
     experts = [t for t in receipt.tensors if _is_expert(t)]
     exact = sum(t.type == HFP4G32.name for t in experts)
-    if not source["ok"]:
+    if source["ok"] is False:
         return f"FAILED, {source['figures'].get('failures')} differences (verify report)"
     if exact == len(experts):
         return f"all {exact:,} expert tensors byte-exact (verify report, receipt)"

@@ -96,7 +96,7 @@ def test_ids_are_those_of_a_float32_reference(
 def test_a_budget_of_three_bits_copies_every_identifier(
     tiny_artifact: Path, tmp_path: Path
 ) -> None:
-    """Read as ``sign``, which the planner takes by itself, type 107 misses the gate's near tie."""
+    """Type 107 is read as ``dual``; the planner itself takes ``sign``, which misses a near tie."""
     imatrix, path = tmp_path / "tiny.imatrix", tmp_path / "x.hfq"
     text = DATA / "text" / "calibration.txt"
     api.calibrate(tiny_artifact, [text], imatrix, limit_tokens=65_536, threads=2)
@@ -109,6 +109,6 @@ def test_a_budget_of_three_bits_copies_every_identifier(
         imatrix=imatrix,
         threads=2,
     )
-    report = api.verify(path, gates=[Fidelity(tiny_artifact)], threads=2)
+    report = api.verify(path, gates=[Fidelity(tiny_artifact, fast=True)], threads=2)
     figures = next(check for check in report.checks if check.name == "fidelity").figures
-    assert (figures["exact"], figures["of"]) == (60, 60)
+    assert (figures["exact"], figures["of"]) == (20, 20)

@@ -28,6 +28,12 @@ found value at 500 characters. A stream whose encoding lacks a character escapes
 status is about the job. A model's text goes unchanged into a pipe or file; on a terminal U+FFFD
 replaces its control characters other than line breaks and tabs, and those that reorder text.
 
+Every JSON document begins with `schema_version`, as do the JSON files that commands write for
+scripts (`--stats`, the report of a budget's plan). It is one number for all of them, now 1: it
+rises when a key is renamed, removed or changes its meaning. New keys may appear at any time and
+leave it as it is. A [registry document](registry.md) and a [load-time baseline](gates.md), which
+ds4q reads back, have numbers of their own.
+
 | exit status | meaning |
 |---|---|
 | 0 | done |

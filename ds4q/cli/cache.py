@@ -255,7 +255,7 @@ def _print(document: dict[str, Any]) -> None:
 
 def _page(document: dict[str, Any], seconds: float) -> str:
     from ds4q import __version__
-    from ds4q.artifact.report import Check, Report
+    from ds4q.artifact.report import NOT_JUDGED, Check, Report
     from ds4q.quantize.page import gather, render
 
     run = document["run"]
@@ -267,7 +267,7 @@ def _page(document: dict[str, Any], seconds: float) -> str:
         "tokens": document["tokens"],
         **run["counters"],
     }
-    priced = Check("other policies and budgets")
+    priced = Check("other policies and budgets", unjudged=NOT_JUDGED)
     priced.figures = {"caches": [_shown(row) for row in document["replays"]]}
     report = Report({"path": document["trace"]}, [repeated, priced])
     return render(gather({"kind": "trace", "path": document["trace"]}, [], __version__, report))

@@ -7,7 +7,6 @@ this module alone: names and values from files and servers cannot send controls 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ds4q.artifact.errors import MAX_PATH, cut, one_line
-from ds4q.artifact.places import expanded, to_json
+from ds4q.artifact.places import expanded
 
 if TYPE_CHECKING:
     from ds4q.artifact.report import Report
@@ -98,21 +97,10 @@ def warn(text: str) -> None:
 
 
 def emit_json(document: dict[str, Any]) -> None:
-    """Write the one JSON document of ``--json`` to stdout.
+    """Write the one JSON document of ``--json`` to stdout, with its ``schema_version``."""
+    from ds4q.artifact.report import json_text
 
-    ASCII only, so that no locale can break it; NaN and infinity are refused, JSON has none. Names
-    that are not UTF-8 are written as ``to_json`` says.
-    """
-    click.echo(json.dumps(_carried(document), indent=2, allow_nan=False))
-
-
-def _carried(value: Any) -> Any:
-    """``value`` with every text as JSON can carry it."""
-    if isinstance(value, str):
-        return to_json(value)
-    if isinstance(value, dict):
-        return {_carried(key): _carried(each) for key, each in value.items()}
-    return [_carried(each) for each in value] if isinstance(value, list | tuple) else value
+    click.echo(json_text(document), nl=False)
 
 
 @contextmanager
@@ -487,4 +475,11 @@ def print_table(
 def print_checks(report: Report) -> None:
     """Print the checks of ``report`` as a table; failures are listed by the caller."""
     head = ("check", "result", "seconds", "figures")
-    print_table(head, report.rows(), styles={"ok": "green", "FAILED": "red", "UNDECIDED": "yellow"})
+    styles = {
+        "ok": "green",
+        "FAILED": "red",
+        "UNDECIDED": "yellow",
+        "measured,": "yellow",
+        "not": "yellow",
+    }
+    print_table(head, report.rows(), styles=styles)

@@ -330,7 +330,7 @@ def _print_report(report: Report) -> None:
         for line in check.lines():  # that name their tag, mostly
             known = line.startswith(f"{check.name}: ")
             common.say(line if known else f"{check.name}: {line}")
-    common.line(f"{report.artifact['path']}: {'ok' if report.ok else 'FAILED'}")
+    common.line(f"{report.artifact['path']}: {report.result}")
 
 
 # ---------------------------------------------------------------- rm

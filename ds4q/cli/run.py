@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ds4q.artifact.report import json_text
 from ds4q.cli.chat import PREFIX_CACHE_BYTES, Chat, on_terminal
 from ds4q.cli.common import (
     claim_report,
@@ -266,7 +266,7 @@ def _generate(
         answer = _answer(generation, has_text=tokenizer is not None, thinking=telling.thinking)
         emit_json(answer | report)
     if telling.stats is not None:
-        write_report(telling.stats, json.dumps(report, indent=2) + "\n", STATS_MARK)
+        write_report(telling.stats, json_text(report), STATS_MARK)
     if not telling.quiet:
         _say_statistics(report, engine.load_s if telling.verbose else None)
     if stop is not None:

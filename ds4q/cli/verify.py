@@ -32,9 +32,12 @@ JUNIT_MARK = b"ds4q verify"  # near the beginning of every report
 )
 @click.option(
     "--source",
+    "sources",
     type=click.Path(path_type=Path),
+    multiple=True,
     metavar="SRC",
-    help="Compare every code, scale byte and dense value with this checkpoint.",
+    help="Compare every code, scale byte and dense value with this checkpoint; repeatable: each "
+    "artifact is compared with the one whose fingerprint it names.",
 )
 @click.option(
     "--receipt",
@@ -93,7 +96,7 @@ JUNIT_MARK = b"ds4q verify"  # near the beginning of every report
 @common.talk_options
 def command(
     paths: tuple[Path, ...],
-    source: Path | None,
+    sources: tuple[Path, ...],
     receipt: Path | None,
     require_receipt: bool,
     tag: str | None,
@@ -122,12 +125,12 @@ def command(
 
     PATH may also be a registry file, a folder of artifacts and registry files, or several of all
     these: each is checked, and entries are held to the files beside them.
-    ds4q verify models/ --junit report.xml
+    ds4q verify models/ --source DeepSeek-V4-Flash --junit report.xml
 
     Exit status 0: every check passed; 1: at least one failed or is undecided (load-time on a
     machine that is too noisy).
     """
-    if source is None and (imatrix is not None or errors_only):
+    if not sources and (imatrix is not None or errors_only):
         raise click.UsageError("--imatrix and --errors-only belong to --source")
     if signature is not None and public_key is None:
         raise click.UsageError("--signature belongs to --public-key")
@@ -140,6 +143,8 @@ def command(
     from ds4q.artifact.report import junit as junit_of
 
     options: dict[str, Any] = {
+        "imatrix": imatrix,
+        "errors_only": errors_only,
         "public_key": public_key,
         "require_receipt": require_receipt,
         "device": device,
@@ -147,7 +152,7 @@ def command(
         "progress": partial(common.progress, quiet=quiet),
         "tell": (lambda line: None) if quiet else common.say,
     }
-    together = len(paths) > 1 or paths[0].is_dir()
+    together = len(paths) > 1 or len(sources) > 1 or paths[0].is_dir()
     reports: list[Report]
     page = None
     with _reported(junit, paths[0]):  # until it is done, no earlier report stands
@@ -155,14 +160,16 @@ def command(
 
         found = targets.Targets.of(paths)
         if together or found.artifacts != paths:
-            if source or receipt or tag or signature or html or gates:
+            if receipt or tag or signature or html or gates:
                 raise click.UsageError(
-                    "--source, --receipt, --registry, --signature, --gate, --html: for one artifact"
+                    "--receipt, --registry, --signature, --gate, --html: for one artifact, and "
+                    "one --source"
                 )
-            reports = [*targets.verify_targets(found, **options)]
+            reports = [*targets.verify_targets(found, sources=sources, **options)]
         else:
-            grounds = {"source": source, "receipt": receipt, "imatrix": imatrix, "gates": gates}
-            options |= grounds | {"signature": signature, "errors_only": errors_only}
+            source = sources[0] if sources else None
+            options |= {"source": source, "receipt": receipt, "gates": gates}
+            options |= {"signature": signature}
             page = _verify_one(paths[0], tag, options)
             reports = [page]
     try:
@@ -242,4 +249,4 @@ def _print(report: Report, prefix: str) -> None:
         common.say(prefix + line)
     size = report.artifact.get("bytes")
     about = f" ({size:,} bytes)" if size is not None else ""
-    common.line(f"{report.artifact['path']}{about}: {report.verdict}")
+    common.line(f"{report.artifact['path']}{about}: {report.result}")

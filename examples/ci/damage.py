@@ -11,11 +11,13 @@ such as decode tables that it does not have, are named on standard error and lef
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.hfq import HEADER_BYTES, NAME_LENGTH, Reader, TensorEntry
 from ds4q.artifact.metadata import BLANK_DIGEST, canonical, front_digest, seal
 from ds4q.artifact.receipt import read_receipt, receipt_path
-from ds4q.artifact.types import HFP4G32, RAW, ROCMFP2
+from ds4q.artifact.tables import KINDS, TableHead, expert_of, mix_index_sha256
+from ds4q.artifact.types import HFP4G32, RAW, ROCMFP2, ROCMFP2_MIX, ROCMFP3_MIX
 from ds4q.artifact.writer import TensorSpec, layout
 from ds4q.registry.schema import parse
 
@@ -51,12 +54,16 @@ class Copy:
         self.receipt = receipt_path(self.artifact)
         self.registry = folder / "registry.json"
 
-    def experts(self, type_id: int = HFP4G32.id) -> list[TensorEntry]:
-        """Matrices of routed experts of one type, at least two."""
+    def experts(self, type_id: int | None = None) -> list[TensorEntry]:
+        """Matrices of routed experts of one type, at least two; None takes the most used type."""
         with Reader(self.artifact) as reader:
-            entries = [e for e in reader.tensors.values() if e.type_id == type_id]
+            entries = [e for e in reader.tensors.values() if expert_of(e.name)]
+        if type_id is None:
+            used = Counter(e.type_id for e in entries)
+            type_id = max(used, key=lambda each: used[each], default=None)
+        entries = [e for e in entries if e.type_id == type_id]
         if len(entries) < 2:
-            raise NoGroundError(f"no two tensors of type {type_id}")
+            raise NoGroundError(f"no two experts of type {type_id}")
         return entries
 
     def write(self, at: int, data: bytes) -> None:
@@ -76,14 +83,21 @@ class Copy:
         self.write(at, bytes([self.read(at, 1)[0] ^ mask]))
 
     def rebuild(
-        self, drop: Iterable[str] = (), change: Callable[[dict[str, Any]], None] = lambda _: None
+        self,
+        drop: Iterable[str] = (),
+        change: Callable[[dict[str, Any]], None] = lambda _: None,
+        payload_of: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Write the artifact anew without some tensors or with other metadata, digests and all."""
+        """Write the artifact anew, digests and all.
+
+        Without some tensors, with other metadata, or with other bytes of some tensors.
+        """
         with Reader(self.artifact) as reader:
             metadata = reader.metadata
             arch_id = reader.arch_id
             kept = [e for e in reader.tensors.values() if e.name not in drop]
-            payloads = [reader.read(e.name).tobytes() for e in kept]
+            held = {e.name: reader.read(e.name).tobytes() for e in kept}
+        payloads = list((held | dict(payload_of or {})).values())
         change(metadata)
         census = metadata["hipfire_recipe_census"]
         if dropped := len(reader.tensors) - len(kept):
@@ -95,6 +109,27 @@ class Copy:
         planned = layout(specs, len(canonical(metadata)), arch_id=arch_id)
         metadata["ds4q"]["index_xxh3"] = front_digest(planned.header, planned.index)
         self.artifact.write_bytes(planned.front(seal(metadata)) + b"".join(payloads))
+
+    def edit_table(self, type_id: int, change: Callable[[bytearray, int], None]) -> str:
+        """Change a decode table for tensors of ``type_id`` and every digest in the artifact.
+
+        ``change`` gets the table's bytes and the place of its first mode. Returns its name.
+        """
+        self.experts(type_id)
+        with Reader(self.artifact) as reader:
+            index = reader.metadata["rocmfpx"]["mix_tables"]
+            name = next(item["table"] for item in index if item["qtype"] == type_id)
+            raw = bytearray(reader.read(name).tobytes())
+        change(raw, KINDS[type_id].header.size)
+
+        def agree(metadata: dict[str, Any]) -> None:
+            coded = metadata["rocmfpx"]
+            (item,) = (item for item in coded["mix_tables"] if item["table"] == name)
+            item["sha256"] = hashlib.sha256(raw).hexdigest()
+            coded["mix_index_sha256"] = mix_index_sha256(coded["mix_tables"])
+
+        self.rebuild(change=agree, payload_of={name: bytes(raw)})
+        return str(name)
 
     def edit_registry(self, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> None:
         """Change the registry: ``change`` gets the document and its first entry."""
@@ -113,28 +148,28 @@ class Copy:
 
 def nibble(copy: Copy) -> Fault:
     """One FP4 code of an expert."""
-    entry = copy.experts()[0]
+    entry = copy.experts(HFP4G32.id)[0]
     copy.flip(entry.offset + HFP4G32.row_header_bytes + 1, 0x01)
     return "receipt", entry.name
 
 
 def scale_byte(copy: Copy) -> Fault:
     """One block's exponent."""
-    entry = copy.experts()[0]
+    entry = copy.experts(HFP4G32.id)[0]
     copy.flip(entry.offset + HFP4G32.row_header_bytes)
     return "receipt", entry.name
 
 
 def nan_scale(copy: Copy) -> Fault:
     """An exponent of 0xFF, which stands for NaN."""
-    entry = copy.experts()[0]
+    entry = copy.experts(HFP4G32.id)[0]
     copy.write(entry.offset + HFP4G32.row_header_bytes, b"\xff")
     return "payload", entry.name
 
 
 def row_header(copy: Copy) -> Fault:
     """A reserved flag in the header of a row."""
-    entry = copy.experts()[0]
+    entry = copy.experts(HFP4G32.id)[0]
     copy.flip(entry.offset + 6, 0x80)
     return "payload", entry.name
 
@@ -148,6 +183,105 @@ def swapped_experts(copy: Copy) -> Fault:
     copy.write(first.offset, payloads[1])
     copy.write(other.offset, payloads[0])
     return "receipt", first.name
+
+
+# ------------------------------------------------------------------ mixed types and their books
+
+
+def _mixed_byte(copy: Copy, type_id: int, byte: int, mask: int) -> str:
+    """Flip bits in one byte of the second block of an expert of type 105 or 106."""
+    entry = copy.experts(type_id)[0]
+    copy.flip(entry.offset + KINDS[type_id].type.block_bytes + byte, mask)
+    return entry.name
+
+
+def code_105(copy: Copy) -> Fault:
+    """One 3-bit code of a block of type 105."""
+    return "receipt", _mixed_byte(copy, ROCMFP3_MIX.id, 5, 0x02)
+
+
+def code_106(copy: Copy) -> Fault:
+    """One 2-bit code of a block of type 106."""
+    return "receipt", _mixed_byte(copy, ROCMFP2_MIX.id, 3, 0x01)
+
+
+def scale_105(copy: Copy) -> Fault:
+    """The scale of a half block of type 105."""
+    return "receipt", _mixed_byte(copy, ROCMFP3_MIX.id, 12, 0x01)
+
+
+def scale_106(copy: Copy) -> Fault:
+    """The scale of a half block of type 106."""
+    return "receipt", _mixed_byte(copy, ROCMFP2_MIX.id, 9, 0x01)
+
+
+def select_bit_105(copy: Copy) -> Fault:
+    """The bit that chooses the book of a half block of type 105."""
+    return "receipt", _mixed_byte(copy, ROCMFP3_MIX.id, 13, 0x80)
+
+
+def select_bit_106(copy: Copy) -> Fault:
+    """The bit that chooses the book of a half block of type 106."""
+    return "receipt", _mixed_byte(copy, ROCMFP2_MIX.id, 8, 0x80)
+
+
+def nan_scale_106(copy: Copy) -> Fault:
+    """A scale of 0x7F, which stands for NaN."""
+    entry = copy.experts(ROCMFP2_MIX.id)[0]
+    copy.write(entry.offset + 8, b"\x7f")
+    return "payload", entry.name
+
+
+def table_byte(copy: Copy) -> Fault:
+    """One bit of a book, as a disk would turn it: no digest agrees."""
+    copy.experts(ROCMFP3_MIX.id)
+    with Reader(copy.artifact) as reader:
+        index = reader.metadata["rocmfpx"]["mix_tables"]
+        name = next(item["table"] for item in index if item["qtype"] == ROCMFP3_MIX.id)
+        entry = reader.entry(name)
+    copy.flip(entry.offset + entry.nbytes - 2)
+    return "structure", entry.name
+
+
+def other_book(copy: Copy) -> Fault:
+    """One level of a book a little larger, in order still; every digest in the file agrees."""
+
+    def change(raw: bytearray, modes: int) -> None:
+        raw[-2] ^= 0x01  # the low bits of the last and largest level
+
+    return "receipt", copy.edit_table(ROCMFP3_MIX.id, change)
+
+
+def book_order(copy: Copy) -> Fault:
+    """Two levels of a book in each other's place; every digest in the file agrees."""
+
+    def change(raw: bytearray, modes: int) -> None:
+        raw[-4:] = raw[-2:] + raw[-4:-2]
+
+    return "structure", copy.edit_table(ROCMFP2_MIX.id, change)
+
+
+def swapped_books(copy: Copy) -> Fault:
+    """Two experts' books in each other's place; every digest in the file agrees."""
+
+    def change(raw: bytearray, modes: int) -> None:
+        kind = KINDS[ROCMFP2_MIX.id]
+        books, n = (
+            len(raw) - TableHead.read(bytes(raw), kind).experts * kind.books_bytes,
+            kind.books_bytes,
+        )
+        raw[books : books + 2 * n] = raw[books + n : books + 2 * n] + raw[books : books + n]
+
+    return "receipt", copy.edit_table(ROCMFP2_MIX.id, change)
+
+
+def other_mode(copy: Copy) -> Fault:
+    """An expert that is read by the fixed levels of its type, or by its books, as it should not."""
+
+    def change(raw: bytearray, modes: int) -> None:
+        raw[modes] ^= 1
+
+    return "receipt", copy.edit_table(ROCMFP3_MIX.id, change)
 
 
 # ------------------------------------------------------------------ the file
@@ -319,6 +453,18 @@ WAYS: dict[str, Callable[[Copy], Fault]] = {
         nan_scale,
         row_header,
         swapped_experts,
+        code_105,
+        code_106,
+        scale_105,
+        scale_106,
+        select_bit_105,
+        select_bit_106,
+        nan_scale_106,
+        table_byte,
+        other_book,
+        book_order,
+        swapped_books,
+        other_mode,
         index_field,
         metadata_byte,
         magic,

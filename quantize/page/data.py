@@ -100,6 +100,8 @@ def gather(
         "kind": document["kind"],
         "counted": count_weights,
         "ok": None if report is None else report.ok,
+        "failed": 0 if report is None else sum(not c.ok for c in report.checks),
+        "passed": 0 if report is None else sum(c.verdict == "ok" for c in report.checks),
         "bytes": document.get("bytes"),
         "tensors": len(rows),
         "nrmse": nrmse(errors[name] for name in sorted(errors)) if errors else None,
@@ -234,8 +236,8 @@ def _check(check: Check) -> dict[str, Any]:
             figures.append([text(key), _figure(value)])
     return {
         "name": text(check.name),
-        "ok": check.ok,
-        "undecided": check.undecided,
+        "verdict": check.verdict,
+        "unjudged": check.unjudged,
         "seconds": round(check.seconds, 2),
         "figures": figures,
         "tables": tables,

@@ -22,7 +22,6 @@ from ds4q.hipkern.driver import Device
 from ds4q.hipkern.errors import HipError
 from ds4q.hipkern.handles import Buffer, Pinned
 from ds4q.hipkern.kernels import Kernels
-from ds4q.quantize.inventory import place
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -221,7 +220,6 @@ class _Decoded:
                 block=column // BLOCK,
                 expected=_bits_text(expected),
                 found=_bits_text(found),
-                **place(self._entry.name),
             )
         ]
 

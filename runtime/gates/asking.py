@@ -1,4 +1,4 @@
-"""Owns short questions to a model at temperature 0, here or in a fresh process. Judges no answer.
+"""Short questions to a model at temperature 0, here or in a fresh process. Judges no answer.
 
 Run as a module it is the fresh process: an artifact and a number of threads as arguments, questions
 as JSON on stdin, answers as JSON on stdout.
@@ -7,17 +7,21 @@ as JSON on stdin, answers as JSON on stdout.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from ds4q.artifact.errors import Ds4qError
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import GateError
 from ds4q.runtime.generate import generate, stop_ids
-from ds4q.runtime.sampling import Sampler
+from ds4q.runtime.sampling import Sampler, check_finite
 from ds4q.runtime.text.chat import encode_chat
 from ds4q.runtime.text.tokenizer import Tokenizer
 
@@ -36,6 +40,24 @@ def require_tokenizer(tokenizer: Tokenizer | None, path: object) -> Tokenizer:
     return tokenizer
 
 
+class Margin:
+    """A greedy sampler that keeps how sure the model was.
+
+    ``least`` is the smallest difference, in nats, between the two largest logits of a step: the
+    logarithm of the ratio of their probabilities.
+    """
+
+    def __init__(self) -> None:
+        self.least = math.inf
+
+    def __call__(self, logits: npt.NDArray[np.float32]) -> int:
+        """The most likely token of ``logits`` [vocab], the lower id on ties."""
+        check_finite(logits)
+        second, first = np.partition(logits, -2)[-2:]
+        self.least = min(self.least, float(first) - float(second))
+        return int(np.argmax(logits))
+
+
 class Asker:
     """A loaded model with its chat format; every question is a conversation of its own."""
 
@@ -46,8 +68,11 @@ class Asker:
         self._stops = stop_ids(engine.metadata, tokenizer)
         self._path = path
 
-    def ask(self, question: str) -> str:
-        """The most likely answer, without reasoning; one that does not end is cut, with ``...``."""
+    def ask(self, question: str, sampler: Callable[..., int] | None = None) -> str:
+        """The most likely answer, without reasoning; one that does not end is cut, with ``...``.
+
+        ``sampler`` takes the place of the plain greedy one; it must choose as that does.
+        """
         messages = [{"role": "user", "content": question}]
         config = self._engine.metadata["config"]
         generation = generate(
@@ -55,7 +80,7 @@ class Asker:
             encode_chat(config, self._tokenizer, messages, path=self._path).ids,
             max_tokens=ANSWER_TOKENS,
             context_tokens=self._engine.max_context,
-            sampler=Sampler(temperature=0, top_p=1, seed=0),
+            sampler=sampler or Sampler(temperature=0, top_p=1, seed=0),
             stop_ids=self._stops,
             tokenizer=self._tokenizer,
         )

@@ -1,4 +1,4 @@
-"""Owns the divergence gate: how far an artifact's predictions are from a reference's on texts.
+"""The divergence gate: how far an artifact's predictions are from a reference's on texts.
 
 Both models read the same tokens (``forced.py``), one after the other, since two may not fit into
 memory: the reference's logits wait on disk (``spool.py``), 4 bytes x vocabulary a token. Beside a
@@ -8,10 +8,12 @@ in float64 from the float32 logits.
 Tokens of a window depend on each other, so standard errors count windows, not tokens: that of a
 mean m = sum(x) / sum(n) over W windows is sqrt(W / (W - 1) * sum((x_w - m * n_w)^2)) / sum(n), the
 usual one of a ratio of sums over clusters (Cochran, Sampling Techniques, 3rd ed., 6.3 and 9A.1).
+It needs two windows, so fewer are refused.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ds4q.artifact.report import Check, Failure
+from ds4q.artifact.report import NOT_JUDGED, Check, Failure
 from ds4q.runtime.errors import GateError
 from ds4q.runtime.gates.forced import (
     F32,
@@ -39,6 +41,10 @@ from ds4q.runtime.text.corpus import WINDOW_TOKENS, bos_id, read_windows
 F64 = npt.NDArray[np.float64]
 
 SUMS = ("kl", "top1", "nats", "nats_ref", "nats_diff")
+MIN_TOKENS = 256
+"""With fewer, the standard error of ``top1`` can exceed 1 / (2 sqrt(256)) = 3 points even if tokens
+were independent: more than what separates most recipes."""
+MIN_WINDOWS = 2
 _CHUNK_LOGITS = 1 << 20  # bounds the float64 copies
 _LOGIT_BYTES = np.dtype(np.float32).itemsize
 
@@ -137,7 +143,9 @@ def _log_softmax(logits: F32) -> F64:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The gate ``divergence``: passes if the comparison is valid and within the limits, if any.
+    """The gate ``divergence``: passes if the comparison is valid and within the limits.
+
+    Without a limit that could be missed it measures and judges nothing.
 
     Attributes
     ----------
@@ -178,6 +186,7 @@ class Divergence:
                 found=longest,
                 remedy="give a smaller --window, or leave it out",
             )
+        _require_enough(windows, self.texts)
         nbytes = scored_tokens(windows) * reference.config.vocab_size * _LOGIT_BYTES
         check_room(nbytes)
         return partial(self._run, model, reference, windows, nbytes, where)
@@ -208,12 +217,35 @@ class Divergence:
         self._judge(check)
 
     def _judge(self, check: Check) -> None:
+        if self.max_kl in (None, math.inf) and not self.min_top1:
+            check.unjudged = NOT_JUDGED
         kl, top1 = check.figures["kl"], check.figures["top1"]
         if self.max_kl is not None and not kl <= self.max_kl:
             check.fail(Failure("kl is too large", expected=f"at most {self.max_kl}", found=str(kl)))
         if self.min_top1 is not None and not top1 >= self.min_top1:
             least = f"at least {self.min_top1}"
             check.fail(Failure("top1 is too low", expected=least, found=str(top1)))
+
+
+def _require_enough(windows: Sequence[I64], texts: Sequence[str | os.PathLike[str]]) -> None:
+    """Refuse texts whose figures would have no standard error, or a uselessly large one."""
+    path, tokens = ", ".join(str(text) for text in texts), scored_tokens(windows)
+    if tokens < MIN_TOKENS:
+        raise GateError(
+            "too few tokens for a measurement",
+            path=path,
+            expected=f"at least {MIN_TOKENS}",
+            found=tokens,
+            remedy="give a longer --text, or a larger --tokens",
+        )
+    if len(windows) < MIN_WINDOWS:
+        raise GateError(
+            "one window has no standard error",
+            path=path,
+            expected=f"at least {MIN_WINDOWS} windows",
+            found=f"1, of {tokens} tokens",
+            remedy="give a longer --text, a larger --tokens or a smaller --window",
+        )
 
 
 def _fill(spool: Spool, reference: Model, windows: Sequence[I64], where: Surroundings) -> None:

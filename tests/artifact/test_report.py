@@ -9,7 +9,16 @@ from xml.etree import ElementTree
 import pytest
 
 from ds4q.artifact.errors import MAX_VALUE, MAX_WORDS, PayloadValueError, TruncatedError
-from ds4q.artifact.report import MAX_LISTED, Check, Failure, Report, junit
+from ds4q.artifact.report import (
+    MAX_LISTED,
+    NOT_JUDGED,
+    SCHEMA_VERSION,
+    Check,
+    Failure,
+    Report,
+    json_text,
+    junit,
+)
 
 PLACE = Failure(
     "code differs",
@@ -43,7 +52,7 @@ def test_json_has_exactly_the_promised_keys() -> None:
     document = example().document()
     assert sorted(document) == ["artifact", "checks", "ok"]
     for check in document["checks"]:
-        assert sorted(check) == ["failures", "figures", "name", "ok", "seconds"]
+        assert sorted(check) == ["failures", "figures", "judged", "name", "ok", "seconds"]
         for failure in check["failures"]:
             assert sorted(failure) == [
                 "block",
@@ -164,6 +173,84 @@ def test_fail_with_takes_further_coordinates() -> None:
     assert check.lines() == ["t, layer 3, row 4: bad"]
 
 
+@pytest.mark.parametrize(
+    ("tensor", "place"),
+    [
+        ("layers.4.ffn.experts.17.w2.weight", (4, 17, "w2")),
+        ("mtp.0.ffn.experts.3.w1.weight", (0, 3, "w1")),
+        ("layers.4.ffn.shared_experts.w3.weight", (4, None, "w3")),
+        ("layers.41.attn.wq_a.weight", (41, None, None)),
+        ("layers.4.ffn.experts.w2.mix_table", (4, None, None)),
+        ("embed.weight", (None, None, None)),
+        ("xlayers.4.ffn.experts.17.w2.weight", (None, None, None)),
+        (None, (None, None, None)),
+    ],
+)
+def test_a_failure_has_the_place_that_its_tensor_names(
+    tensor: str | None, place: tuple[int | None, int | None, str | None]
+) -> None:
+    check = Check("receipt")
+    check.fail(Failure("differs", tensor=tensor))
+    (found,) = check.failures
+    assert (found.layer, found.expert, found.projection) == place
+
+
+def test_a_place_that_is_given_is_kept() -> None:
+    check = Check("neutrality")
+    check.fail(Failure("differs", tensor="layers.4.ffn.experts.17.w2.weight", layer=5))
+    assert (check.failures[0].layer, check.failures[0].expert) == (5, None)
+
+
+# ------------------------------------------------------------------ measured, not judged
+
+
+def measured(*failures: Failure) -> Report:
+    report = Report({"path": "a.hfq"})
+    with report.check("structure"):
+        pass
+    with report.check("divergence") as check:
+        check.unjudged = NOT_JUDGED
+        check.figures["kl"] = 0.25
+        for failure in failures:
+            check.fail(failure)
+    return report
+
+
+def test_what_was_not_judged_is_neither_ok_nor_a_failure() -> None:
+    report = measured()
+    assert (report.ok, report.result) == (True, f"ok; divergence {NOT_JUDGED}")
+    document = report.document()
+    assert document["ok"] is True
+    structure, divergence = document["checks"]
+    assert (structure["ok"], structure["judged"]) == (True, True)
+    assert (divergence["ok"], divergence["judged"]) == (None, False)
+    assert [row[1] for row in report.rows()] == ["ok", NOT_JUDGED]
+    root = ElementTree.fromstring(junit([report]))
+    check_junit_shape(root)
+    (suite,) = root
+    assert (suite.attrib["failures"], suite.attrib["skipped"]) == ("0", "1")
+    (skipped,) = root.iter("skipped")
+    assert skipped.attrib["message"] == f"{NOT_JUDGED}: kl 0.25"
+
+
+def test_a_measurement_that_could_not_be_made_is_a_failure() -> None:
+    report = measured(Failure("NaN"))
+    assert (report.ok, report.result) == (False, "FAILED")
+    divergence = report.document()["checks"][1]
+    assert (divergence["ok"], divergence["judged"]) == (False, True)
+    check_junit_shape(root := ElementTree.fromstring(junit([report])))
+    assert len(list(root.iter("failure"))) == 1
+
+
+def test_every_document_has_its_version_first() -> None:
+    text = json_text({"ok": True, "word": "你"})
+    assert text.startswith(f'{{\n  "schema_version": {SCHEMA_VERSION},\n  "ok": true')
+    assert text.isascii()
+    assert text.endswith("}\n")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_text({"kl": float("nan")})
+
+
 # ------------------------------------------------------------------ lines
 
 
@@ -211,10 +298,33 @@ def test_junit() -> None:
     cases = list(suite)
     assert [case.attrib["name"] for case in cases] == ["structure", "source"]
     assert not list(cases[0])
-    failures = cases[1].findall("failure")
-    assert [f.attrib["message"] for f in failures] == [f.text for f in failures]
-    assert failures[1].text == 'bad <row> & "more"'
-    float(suite.attrib["time"])
+    (failure,) = cases[1].findall("failure")
+    assert failure.attrib["message"] == f"2 failures, the first: {PLACE.line()}"
+    assert (failure.text or "").splitlines() == [PLACE.line(), 'bad <row> & "more"']
+    check_junit_shape(root)
+
+
+def check_junit_shape(root: ElementTree.Element) -> None:
+    """The common JUnit shape: which elements and attributes there are, and how many of each."""
+    numbers = ("tests", "failures", "errors", "skipped")
+    assert (root.tag, root.attrib) == ("testsuites", {})
+    for suite in root:
+        assert suite.tag == "testsuite"
+        assert set(suite.attrib) == {"name", "time", *numbers}
+        assert float(suite.attrib["time"]) >= 0
+        counted = {"tests": len(suite), "errors": 0, "failures": 0, "skipped": 0}
+        for case in suite:
+            assert case.tag == "testcase"
+            assert set(case.attrib) == {"name", "classname", "time"}
+            assert float(case.attrib["time"]) >= 0
+            assert len(case) <= 1, "a test case has at most one outcome"
+            for outcome in case:
+                assert outcome.tag in ("failure", "skipped")
+                wanted = {"failure": {"message", "type"}, "skipped": {"message"}}
+                assert set(outcome.attrib) == wanted[outcome.tag]
+                assert not list(outcome)
+                counted["failures" if outcome.tag == "failure" else "skipped"] += 1
+        assert {name: int(suite.attrib[name]) for name in numbers} == counted
 
 
 def test_junit_holds_no_character_that_xml_forbids() -> None:
@@ -226,6 +336,7 @@ def test_junit_holds_no_character_that_xml_forbids() -> None:
     element = root.find(".//failure")
     assert element is not None
     assert element.text == element.attrib["message"] == check.lines()[0]
+    check_junit_shape(root)
     assert "你 ü" in (element.text or "")
 
 
@@ -249,9 +360,11 @@ def test_junit_says_how_many_are_not_listed() -> None:
         for _ in range(103):
             check.fail(Failure("differs"))
     root = ElementTree.fromstring(junit([report]))
-    texts = [f.text for f in root.iter("failure")]
-    assert len(texts) == 101
-    assert texts[-1] == "and 3 more"
+    (failure,) = root.iter("failure")
+    lines = (failure.text or "").splitlines()
+    assert len(lines) == 101
+    assert lines[-1] == "and 3 more"
+    assert failure.attrib["message"] == "103 failures, the first: differs"
 
 
 # ------------------------------------------------------------------ the table

@@ -8,6 +8,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
+from ds4q.artifact.report import SCHEMA_VERSION
 from ds4q.cli import main
 
 TAG = "mini:fp4"
@@ -18,10 +19,11 @@ def registry(*words: object, text: str | None = None) -> Result:
 
 
 def told(*words: object, status: int = 0) -> dict[str, Any]:
-    """The one document of ``--json``."""
+    """The one document of ``--json``, without its version."""
     result = registry(*words, "--json")
     assert result.exit_code == status, result.output
     found: dict[str, Any] = json.loads(result.stdout)
+    assert found.pop("schema_version") == SCHEMA_VERSION
     return found
 
 

@@ -108,6 +108,7 @@ def test_training_in_json(trained: Path, tmp_path: Path) -> None:
     assert about is not None
     assert document.pop("seconds") > 0
     assert document == {
+        "schema_version": 1,
         "output": str(out),
         "bytes": out.stat().st_size,
         "source_layers": [0, 1, 2],

@@ -45,6 +45,7 @@ def test_json(tiny_artifact: Path, tmp_path: Path) -> None:
     fingerprint = read_imatrix(out, dims=None, fingerprint=None).fingerprint
     unseen = document.pop("unseen")
     assert document == {
+        "schema_version": 1,
         "output": str(out),
         "bytes": out.stat().st_size,
         "sha256": sha256(out),

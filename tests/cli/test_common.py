@@ -101,7 +101,7 @@ def test_json_is_one_ascii_document(capsys: pytest.CaptureFixture[str]) -> None:
     common.emit_json({"text": "你好 \udcff", "n": 1})
     out = capsys.readouterr().out
     assert out.isascii()
-    assert json.loads(out) == {"text": "你好 \udcff", "n": 1}
+    assert json.loads(out) == {"schema_version": 1, "text": "$'你好 \\xff'", "n": 1}
 
 
 def test_json_has_no_nan() -> None:

@@ -36,6 +36,7 @@ def test_json_is_one_document(tiny_artifact: Path, tmp_path: Path) -> None:
     types = document.pop("types")
     assert types["I8"] == {"tensors": 192, "bytes": 6291456}
     assert document == {
+        "schema_version": 1,
         "output": str(out),
         "format": "safetensors",
         "bytes": sum(files.values()),

@@ -86,10 +86,10 @@ def test_json_has_the_promised_keys(damaged: Path, source: Path) -> None:
     result = verify(damaged, "--source", source, "--json")
     assert result.exit_code == 1
     document = json.loads(result.stdout)
-    assert list(document) == ["ok", "artifact", "checks"]
+    assert list(document) == ["schema_version", "ok", "artifact", "checks"]
     assert document["ok"] is False
     for check in document["checks"]:
-        assert list(check) == ["name", "ok", "seconds", "figures", "failures"]
+        assert list(check) == ["name", "ok", "judged", "seconds", "figures", "failures"]
         assert check["ok"] == (check["figures"]["failures"] == 0)
         assert isinstance(check["seconds"], float)
         for failure in check["failures"]:
@@ -257,6 +257,7 @@ def test_a_missing_file_is_the_same_failure_alone_and_among_others(
 ) -> None:
     missing = tmp_path / "no.hfq"
     alone = json.loads(verify(missing, "--json").stdout)
+    del alone["schema_version"]  # the document's, not a target's
     among = json.loads(verify(missing, artifact, "--json").stdout)["targets"][0]
     for document in (alone, among):
         for check in document["checks"]:

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from ds4q import api
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.cli import gates, main
+from ds4q.cli import main
 from ds4q.runtime.gates import Divergence, divergence, fidelity, loading, pagecache, yardstick
 from ds4q.runtime.gates.forced import I64, Call, Engine
 from tests.quantize import models
@@ -50,8 +50,10 @@ def test_divergence_is_a_check_of_the_report(tiny_artifact: Path, rounded: Path)
     result = verify(*words, "--json")
     assert result.exit_code == 0, result.output
     assert "700 tokens; the reference's logits take 1,433,600 bytes in" in result.stderr
+    assert json.loads(result.stdout)["ok"] is True
     checks = checks_of(result)
     assert list(checks) == ["structure", "inventory", "payload", "receipt", "divergence"]
+    assert (checks["divergence"]["ok"], checks["divergence"]["judged"]) == (None, False)
     figures = checks["divergence"]["figures"]
     for name in ("kl", "top1", "nats", "nats_ref", "nats_diff"):
         assert isinstance(figures[name], float)
@@ -62,22 +64,29 @@ def test_divergence_is_a_check_of_the_report(tiny_artifact: Path, rounded: Path)
     assert (quiet.exit_code, quiet.stderr) == (0, "")
     (line,) = [line for line in quiet.stdout.splitlines() if line.startswith("divergence")]
     assert f"kl {figures['kl']:.6g}, kl_se" in line
+    assert "measured, not judged" in line
+    assert quiet.stdout.splitlines()[-1].endswith(": ok; divergence measured, not judged")
 
 
-def test_gates_run_in_their_order_and_reach_junit(tiny_artifact: Path, tmp_path: Path) -> None:
+def test_gates_run_in_their_order_and_reach_junit(
+    tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity, "FAST_IDENTIFIERS", 3)
     xml = tmp_path / "r.xml"
     result = verify(
         *(tiny_artifact, "--gate", "fidelity", "--gate", "divergence", "--gate", "fidelity"),
-        *("--against", tiny_artifact, *SHORT, "--junit", xml, "--json"),
+        *("--against", tiny_artifact, *SHORT, "--fast", "--junit", xml, "--json"),
     )
     assert result.exit_code == 0, result.output
     checks = checks_of(result)
     assert list(checks)[-2:] == ["fidelity", "divergence"]
     figures = checks["fidelity"]["figures"]
-    assert (figures["exact"], figures["of"], figures["drawn"]) == (60, 60, 21)
+    assert (figures["exact"], figures["of"], figures["fast"]) == (3, 3, True)
     assert checks["divergence"]["figures"]["kl"] == 0
     (suite,) = ElementTree.parse(xml).getroot()
     assert [case.get("name") for case in suite][-2:] == ["fidelity", "divergence"]
+    assert [outcome.tag for case in suite for outcome in case] == ["skipped"]
+    assert suite.get("skipped") == "1"
 
 
 def test_a_limit_that_is_missed_is_exit_1(tiny_artifact: Path, rounded: Path) -> None:
@@ -93,9 +102,9 @@ def test_a_limit_that_is_missed_is_exit_1(tiny_artifact: Path, rounded: Path) ->
 def test_misses_are_listed_as_failures(
     tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [f"test_name_o0{number:02}" for number in range(20)]
+    names = [f"test_name_o0{number:03}" for number in range(200)]
     spoilt = [name.replace("o0", "00") for name in names[:3]] + names[3:]
-    monkeypatch.setattr(fidelity, "_choose", lambda *_: (names, 25))
+    monkeypatch.setattr(fidelity, "_choose", lambda *_: fidelity.Drawn(names, 215, 5))
     for repeat, answers in (("fresh_process", spoilt), ("after_another", names)):
         monkeypatch.setattr(fidelity, f"_{repeat}", lambda *_, answers=answers: answers)
     monkeypatch.setattr(fidelity, "_smallest_cache", lambda *_: names)
@@ -103,11 +112,15 @@ def test_misses_are_listed_as_failures(
     result = verify(*words)
     assert result.exit_code == 1
     check = checks_of(result)["fidelity"]
-    assert (check["figures"]["exact"], check["figures"]["drawn"]) == (57, 25)
+    assert (check["figures"]["exact"], check["figures"]["drawn"]) == (197, 215)
     found = [(f["expected"], f["found"]) for f in check["failures"]]
-    assert found == [("60 of 60", "57"), *zip(names[:3], spoilt[:3], strict=True)]
-    assert verify(*words, "--min-exact", "57").exit_code == 0
-    assert verify(*words, "--min-exact", "58").exit_code == 1
+    wanted = ("a share of at least 1", "197 of 200")
+    assert found == [wanted, *zip(names[:3], spoilt[:3], strict=True)]
+    assert verify(*words, "--min-exact", "0.985").exit_code == 0
+    assert verify(*words, "--min-exact", "0.986").exit_code == 1
+    measured = verify(*words, "--min-exact", "0")
+    assert measured.exit_code == 0
+    assert checks_of(measured)["fidelity"]["ok"] is None
 
 
 def test_neutrality_is_a_check_of_the_report(random_artifact: Path, tmp_path: Path) -> None:
@@ -302,7 +315,7 @@ REFUSED = [
     ("load-time", "--baseline baseline", "the baseline was measured with another artifact"),
     ("load-time", "--cache-profile folder", "load-time: folder: Is a directory"),
     ("load-time", "--cache-profile broken", "not a warm-start profile"),
-    ("load-time", "--cache-profile profile", "profile of another artifact"),
+    ("load-time", "--cache-profile profile", "profile of another model"),
     ("divergence", "--text gone", GONE),
     ("fidelity", "", "the reference is not lossless"),
 ]
@@ -380,7 +393,7 @@ def watched(path: Path, patch: pytest.MonkeyPatch) -> Callable[[], int]:
         (["--gate", "fidelity", "--against", "r", "--max-kl", "0"], "--max-kl belongs to"),
         (["--window", "64"], "--window belongs to --gate divergence"),
         (["--min-exact", "0"], "--min-exact belongs to --gate fidelity"),
-        (["--gate", "fidelity", "--against", "r", "--min-exact", "61"], "--min-exact"),
+        (["--gate", "fidelity", "--against", "r", "--min-exact", "57"], "--min-exact"),
         (["--gate", "divergence", "--max-kl", "nan"], "nan is not a number"),
         (["--gate", "load-time", "--timeout", "inf"], "inf is not in the range"),
         (["--gate", "divergence", "--max-kl", "-1"], "--max-kl"),
@@ -390,7 +403,7 @@ def watched(path: Path, patch: pytest.MonkeyPatch) -> Callable[[], int]:
         (["--gate", "neutral"], "'neutral' is not one of 'divergence', 'fidelity', 'neutrality', "),
         (["--gate", "neutrality", "--cache", "much"], "--cache"),
         (["--gate", "neutrality", "--cache-policy", "fifo"], "--cache-policy"),
-        (["--gate", "load-time", "--fast"], "--fast belongs to --gate neutrality"),
+        (["--gate", "load-time", "--fast"], "--fast belongs to --gate fidelity or neutrality"),
         (["--cache", "1GB"], "--cache belongs to --gate neutrality or load-time"),
         (["--cache-policy", "lru"], "--cache-policy belongs to --gate neutrality"),
         (["--prefetch", "a"], "--prefetch belongs to --gate neutrality"),
@@ -413,7 +426,3 @@ def test_wrong_usage_is_2(words: list[str], says: str, tiny_artifact: Path) -> N
     result = verify(tiny_artifact, *words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr
-
-
-def test_the_number_of_answers_is_that_of_the_gate() -> None:
-    assert fidelity.IDENTIFIERS * len(fidelity.REPEATS) == gates.FIDELITY_ANSWERS

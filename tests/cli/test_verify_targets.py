@@ -56,7 +56,7 @@ def test_a_folder_is_its_artifacts_and_its_registry(folder: Path, tmp_path: Path
     result = verify(folder, "--json", "--junit", tmp_path / "r.xml")
     assert (result.exit_code, result.stderr) == (0, "")
     document = json.loads(result.stdout)
-    assert list(document) == ["ok", "targets"]
+    assert list(document) == ["schema_version", "ok", "targets"]
     artifact, registry = document["targets"]
     assert [list(each) for each in (artifact, registry)] == [["ok", "artifact", "checks"]] * 2
     assert artifact["artifact"]["path"] == str(folder / "flash.hfq")
@@ -88,7 +88,7 @@ def test_a_registry_file_alone_is_held_to_the_files_beside_it(folder: Path) -> N
     result = verify(folder / "registry.json", "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
-    assert list(document) == ["ok", "artifact", "checks"], "one path, one document"
+    assert list(document) == ["schema_version", "ok", "artifact", "checks"], "one path"
     assert [check["name"] for check in document["checks"]] == ["document", f"entry {TAG}"]
     flip(folder / "flash.hfq", 5000)
     red = json.loads(verify(folder / "registry.json", "--json").stdout)
@@ -101,13 +101,119 @@ def test_several_paths_are_one_report_and_each_file_is_checked_once(folder: Path
     assert [Path(each["artifact"]["path"]).name for each in found] == ["flash.hfq", "registry.json"]
 
 
-@pytest.mark.parametrize("option", ["--source", "--receipt", "--registry", "--signature", "--html"])
+@pytest.mark.parametrize("option", ["--receipt", "--registry", "--signature", "--html"])
 def test_what_belongs_to_one_artifact_is_refused_for_more(option: str, folder: Path) -> None:
     words = ["--public-key", "k.pem"] if option == "--signature" else []
     pytest.importorskip("jinja2")
     result = verify(folder, option, folder.parent / "x", *words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "for one artifact" in result.stderr
+
+
+# ---------------------------------------------------------------- sources
+
+
+@pytest.fixture
+def two(good: Path, folder: Path) -> tuple[Path, Path]:
+    """The folder gets a second artifact, of another checkpoint; these are the two checkpoints."""
+    other = models.mini(folder.parent / "other")
+    models.run(other, folder / "mini.hfq", draft="drop")
+    return good.parent / "source", other
+
+
+def source_checks(found: list[dict[str, Any]]) -> dict[str, tuple[bool | None, bool]]:
+    """Outcome of check "source" by the name of the target."""
+    return {
+        each["artifact"]["name"]: (check["ok"], check["judged"])
+        for each in found
+        for check in each["checks"]
+        if check["name"] == "source"
+    }
+
+
+def test_each_artifact_is_compared_with_the_source_that_it_names(
+    folder: Path, two: tuple[Path, Path]
+) -> None:
+    words = ["--source", two[0], "--source", two[1]]
+    result = verify(folder, *words, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["targets"]
+    assert source_checks(found) == {"flash.hfq": (True, True), "mini.hfq": (True, True)}
+    for target in found[:2]:  # each against its own: no tensor was skipped
+        (check,) = (check for check in target["checks"] if check["name"] == "source")
+        assert check["figures"]["tensors"] == target["artifact"]["tensors"]
+    flip(folder / "mini.hfq", (folder / "mini.hfq").stat().st_size - 1)
+    red = reports(folder, *words)
+    assert source_checks(red) == {"flash.hfq": (True, True), "mini.hfq": (False, True)}
+
+
+def test_an_artifact_without_its_source_is_not_compared_and_says_so(
+    folder: Path, two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    xml = tmp_path / "r.xml"
+    result = verify(folder, "--source", two[1], "--json", "--junit", xml)
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["ok"] is True
+    assert source_checks(found["targets"]) == {"flash.hfq": (None, False), "mini.hfq": (True, True)}
+    (note,) = found["targets"][0]["checks"][-1]["figures"]["notes"]
+    assert note.startswith("not compared with a source: no --source has the fingerprint ")
+    skipped = ElementTree.parse(xml).getroot().iter("skipped")
+    assert [each.get("message") for each in skipped] == ["not compared"]
+    line = f"{folder / 'flash.hfq'} ({(folder / 'flash.hfq').stat().st_size:,} bytes): "
+    assert line + "ok; source not compared" in verify(folder, "--source", two[1]).stdout
+
+
+def test_a_source_of_no_artifact_fails_by_name(
+    folder: Path, two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (folder / "mini.hfq").unlink()
+    receipt_path(folder / "mini.hfq").unlink()
+    result = verify(folder, "--source", two[0], "--source", two[1])
+    assert result.exit_code == 1
+    unfit = f"{two[1]}: source: no artifact here was made from this checkpoint"
+    assert result.stderr.splitlines() == [unfit]
+    assert result.stdout.splitlines()[-1] == "3 targets: FAILED (1)"
+    one = verify(folder / "flash.hfq", "--source", two[0], "--source", two[1])
+    assert (one.exit_code, one.stderr.splitlines()) == (1, [unfit])
+    gone = verify(folder, "--source", two[0], "--source", tmp_path / "gone")
+    assert gone.exit_code == 1
+    assert gone.stderr.startswith(f"{tmp_path / 'gone'}: source: ")
+
+
+def test_a_source_is_not_blamed_for_an_artifact_that_cannot_be_read(
+    folder: Path, two: tuple[Path, Path]
+) -> None:
+    (folder / "mini.hfq").write_bytes(b"HFQM")
+    red = [each for each in reports(folder, "--source", two[0], "--source", two[1]) if failed(each)]
+    assert [each["artifact"]["name"] for each in red] == ["mini.hfq"]
+
+
+def test_a_receipt_names_the_source_of_an_artifact_that_does_not(
+    folder: Path, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "own_metadata", lambda reader: None)
+    found = reports(folder, "--source", two[0], "--source", two[1])
+    assert source_checks(found) == {"flash.hfq": (True, True), "mini.hfq": (True, True)}
+    receipt_path(folder / "mini.hfq").unlink()
+    found = reports(folder, "--source", two[0])
+    assert source_checks(found) == {"flash.hfq": (True, True), "mini.hfq": (None, False)}
+
+
+def test_an_imatrix_is_for_the_artifacts_that_were_made_with_one(
+    folder: Path, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, tuple[Any, Any]] = {}
+    check = targets.api.verify
+
+    def note(path: Path, **options: Any) -> Any:
+        seen[path.name] = options.pop("imatrix"), options["errors_only"]
+        return check(path, **options)
+
+    monkeypatch.setattr(targets.api, "verify", note)
+    monkeypatch.setattr(targets, "_made_with_imatrix", lambda path: path.name == "flash.hfq")
+    verify(folder, "--source", two[0], "--source", two[1], "--imatrix", "i", "--errors-only")
+    assert seen == {"flash.hfq": (Path("i"), True), "mini.hfq": (None, True)}
 
 
 # ---------------------------------------------------------------- what is found
@@ -167,7 +273,7 @@ def test_a_folder_may_be_a_link_and_links_to_files_are_followed(
     (blobs / "1234").unlink()
     red = reports(tmp_path / "link")
     assert [failed(each) for each in red] == [["structure"], [f"entry {TAG}"]]
-    assert "No such file" in messages(red[0])[0]
+    assert "broken link to" in messages(red[0])[0]
 
 
 def test_a_file_that_is_not_there_fails_and_the_others_are_still_checked(folder: Path) -> None:

@@ -14,11 +14,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ds4q import __version__
+from ds4q import __version__, api
+from ds4q.registry.add import Wish, add
+from ds4q.registry.entries import Registry
 from ds4q.registry.names import ARTIFACT_SUFFIXES
 from ds4q.targets import Targets
 from examples.ci.damage import WAYS, Copy, NotGoodError, damage
 from tests.examples.actions import ROOT, Ran, commands, load, run_action, uses_of_the_action
+from tests.quantize.builders import TINY
 from tests.registry.folders import good_folder
 from tests.test_packaging import BUILD_LEFTOVERS, ROOMS
 
@@ -136,7 +139,7 @@ def test_every_way_to_break_is_red_where_it_was_broken(way: str, broken: Broken)
     suites = [suite for path, suite in broken.suites.items() if path.startswith(f"{way}/")]
     assert len(suites) == 2, "an artifact and a registry"
     cases = {case.get("name"): case for suite in suites for case in suite}
-    lines = [str(failure.get("message")) for failure in cases[name].iter("failure")]
+    lines = "\n".join(failure.text or "" for failure in cases[name].iter("failure")).splitlines()
     assert lines, f"check {name!r} is green"
     if tensor is not None:
         assert any(line.startswith(tensor) for line in lines), lines
@@ -155,6 +158,32 @@ def test_every_way_alone_fails_the_job(way: str, good: Path, tmp_path: Path) -> 
     assert ran.outputs["ok"] == "false"
 
 
+@pytest.mark.slow
+def test_a_mixed_artifact_is_red_in_every_way_it_gives_ground_for(tmp_path: Path) -> None:
+    """An artifact of recipe ``mix``: all its experts are of types 105 and 106."""
+    good = tmp_path / "good"
+    good.mkdir()
+    api.quantize(TINY, good / "mix.hfq", recipe="mix", warn=lambda text: None)
+    tag = Wish("deepseek-v4-tiny:mix")
+    add(Registry({}, {}, "", "a test"), good / "registry.json", good / "mix.hfq", tag)
+    workspace = tmp_path / "work"
+    workspace.mkdir()
+    faults = damage(good, workspace)
+    only_fp4_or_107 = {"nibble", "scale-byte", "nan-scale", "row-header"}
+    assert WAYS.keys() - faults.keys() == only_fp4_or_107 | {"unknown-variant", "wrong-variant"}
+    ran = use(workspace, path="\n".join(faults))
+    assert ran.status == 1
+    for target in json.loads((workspace / "ds4q-verify.json").read_text())["targets"]:
+        way = target["artifact"]["path"].partition("/")[0]
+        name, tensor = faults[way]
+        for check in (check for check in target["checks"] if check["name"] == name):
+            assert check["ok"] is False, (way, name)
+            named = {failure["tensor"] for failure in check["failures"]}
+            assert tensor is None or tensor in named, (way, named)
+            del faults[way]
+    assert not faults, "no target has the check that must fail"
+
+
 def test_artifacts_of_unknown_kinds_are_red_and_name_the_tensor(
     cases_dir: Path, workspace: Path
 ) -> None:
@@ -170,7 +199,7 @@ def test_artifacts_of_unknown_kinds_are_red_and_name_the_tensor(
         f"ds4q verify models/c10_id{number}.hfq" for number in numbers
     ]
     said = {
-        number: [str(failure.get("message")) for failure in suite.iter("failure")]
+        number: [line for each in suite.iter("failure") for line in (each.text or "").splitlines()]
         for number, suite in zip(numbers, red, strict=True)
     }
     assert any("no model_type" in line for line in said[22])

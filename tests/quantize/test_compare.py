@@ -17,7 +17,7 @@ from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.report import Check, Failure, Report
 from ds4q.artifact.types import BF16, F16, F32, HFP4G32
-from ds4q.quantize.inventory import check_inventory, place
+from ds4q.quantize.inventory import check_inventory
 from ds4q.quantize.recipe import DENSE_RECIPES
 from tests.quantize import models
 from tests.quantize.builders import RANDOM
@@ -370,18 +370,3 @@ def test_a_file_needs_a_config_of_this_model(
     check = inventory(changed)
     assert check.count == 1
     assert says in check.failures[0].line()
-
-
-def test_places() -> None:
-    assert place("layers.4.ffn.experts.17.w2.weight") == {
-        "layer": 4,
-        "expert": 17,
-        "projection": "w2",
-    }
-    assert place("layers.4.ffn.shared_experts.w3.weight") == {
-        "layer": 4,
-        "expert": None,
-        "projection": "w3",
-    }
-    assert place("embed.weight") == {"layer": None, "expert": None, "projection": None}
-    assert place("no.such") == {}

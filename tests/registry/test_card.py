@@ -91,7 +91,7 @@ def report(*checks: dict[str, Any], nbytes: int = 10**9, sha256: str = SHA_A) ->
     return {"ok": True, "artifact": {"bytes": nbytes}, "checks": [first, *checks]}
 
 
-def check_document(name: str, figures: dict[str, Any], ok: bool = True) -> dict[str, Any]:
+def check_document(name: str, figures: dict[str, Any], ok: bool | None = True) -> dict[str, Any]:
     figures = {"failures": 0 if ok else 2} | figures
     return {"name": name, "ok": ok, "figures": figures, "failures": []}
 
@@ -215,6 +215,8 @@ def test_experts_are_byte_exact_only_if_the_source_was_compared(
     assert "byte-exact" not in text
     assert "| source | FAILED, 2 |" in text
     assert "- `layers.0.x\\|y`: packed block differs" in text
+    unjudged = card(known, check_document("divergence", {"kl": 0.5}, ok=None), receipt=receipt)
+    assert "| divergence | measured, not judged |" in section(unjudged, "Verified")
 
 
 def test_what_was_encoded_again_is_counted(known: Entry) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds4q.artifact.report import Failure, Report
+from ds4q.artifact.report import NOT_JUDGED, Failure, Report
 from ds4q.artifact.types import HFP4G32, ROCMFP2, ROCMFP3
 from ds4q.quantize.errors import PageError
 from ds4q.quantize.page import MARK, gather, load_template, render
@@ -176,6 +176,17 @@ def test_an_undecided_check_is_not_called_failed() -> None:
         check.fail(Failure("differs"))
     text = Page(render(gather(document([]), [], "1", report))).text()
     assert "2 of 2 checks failed" in text
+
+
+def test_what_was_not_judged_is_not_called_passed() -> None:
+    report = Report()
+    with report.check("good"):
+        pass
+    with report.check("divergence") as check:
+        check.unjudged = NOT_JUDGED
+    held = Page(render(gather(document([]), [], "1", report)))
+    assert "1 of 2 checks passed, 1 not judged" in held.text()
+    assert "\N{EN DASH} divergence measured, not judged" in " ".join(held.text().split())
 
 
 def test_an_inspected_file_is_not_called_verified() -> None:

@@ -207,9 +207,9 @@ def test_arms_of_different_length_are_refused(tiny_engine: Engine, windows: list
 
 def test_the_gate_passes_an_artifact_against_itself(lossless: Path, measure: Measure) -> None:
     told: list[str] = []
-    gate = Divergence(lossless, [SCORED], tokens=1000)
+    gate = Divergence(lossless, [SCORED], tokens=1000, max_kl=0)
     check = measure(gate, lossless, tell=told.append)
-    assert check.ok
+    assert check.verdict == "ok"
     figures = check.figures
     assert (figures["kl"], figures["kl_se"], figures["top1"]) == (0.0, 0.0, 1.0)
     assert (figures["tokens"], figures["windows"]) == (1000, 2)
@@ -221,7 +221,7 @@ def test_the_gate_passes_an_artifact_against_itself(lossless: Path, measure: Mea
 
 def test_rounded_dense_tensors_show(lossless: Path, rounded: Path, measure: Measure) -> None:
     check = measure(Divergence(lossless, [SCORED], tokens=1500), rounded)
-    assert check.ok
+    assert check.verdict == "not judged"
     figures = check.figures
     assert 1e-5 < figures["kl"] < 0.02
     assert 0.95 < figures["top1"] < 1
@@ -245,8 +245,40 @@ def test_limits_fail_by_name(
     limits: dict[str, Any], fails: list[str], lossless: Path, rounded: Path, measure: Measure
 ) -> None:
     check = measure(Divergence(lossless, [SCORED], tokens=600, **limits), rounded)
+    assert check.verdict == ("failed" if fails else "ok")
     assert [failure.message for failure in check.failures] == fails
     assert all(failure.expected and failure.found for failure in check.failures)
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_kl": math.inf}, {"min_top1": 0.0}])
+def test_a_limit_that_nothing_misses_judges_nothing(
+    limits: dict[str, Any], lossless: Path, rounded: Path, measure: Measure
+) -> None:
+    gate = Divergence(lossless, [SCORED], tokens=256, window=200, **limits)
+    check = measure(gate, rounded)
+    assert (check.ok, check.verdict) == (True, "not judged")
+
+
+@pytest.mark.parametrize(
+    ("options", "says", "found"),
+    [
+        ({"tokens": 3}, "too few tokens for a measurement", "3"),
+        ({"tokens": 255, "window": 32}, "too few tokens for a measurement", "255"),
+        ({"tokens": 300}, "one window has no standard error", "1, of 300 tokens"),
+    ],
+)
+def test_a_text_that_is_no_measurement_is_refused_before_any_work(
+    options: dict[str, int],
+    says: str,
+    found: str,
+    lossless: Path,
+    measure: Measure,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pair.Engine, "load", lambda *_, **options: pytest.fail("loaded"))
+    (failure,) = measure(Divergence(lossless, [SCORED], **options), lossless).failures
+    assert f"{SCORED}: {says}; give a longer --text" in failure.message
+    assert failure.found == found
 
 
 def test_ids_and_texts_are_the_same_windows(
@@ -265,8 +297,9 @@ def test_ids_and_texts_are_the_same_windows(
 
 def test_ids_need_no_tokenizer(made: Made, measure: Measure, tmp_path: Path) -> None:
     bare = made(others={"tokenizer": "{}"})
-    (tmp_path / "a.ids").write_text("100 101 102")
-    assert measure(Divergence(bare, [tmp_path / "a.ids"]), bare).figures["tokens"] == 3
+    (tmp_path / "a.ids").write_text("100 101 102 " * 90)
+    gate = Divergence(bare, [tmp_path / "a.ids"], window=100)
+    assert measure(gate, bare).figures["tokens"] == 270
     check = measure(Divergence(bare, [SCORED]), bare)
     assert "no tokenizer to encode a text" in check.failures[0].message
 
@@ -310,7 +343,7 @@ def test_how_the_tokenizer_is_laid_out_makes_no_difference(
 ) -> None:
     source = json.loads((TINY / "tokenizer.json").read_text("utf-8"))
     other = made(others={"tokenizer": json.dumps(source, indent=3)})
-    assert measure(Divergence(other, [SCORED], tokens=20), lossless).ok
+    assert measure(Divergence(other, [SCORED], tokens=256, window=200), lossless).ok
 
 
 def test_an_empty_text_is_a_failure(lossless: Path, measure: Measure, tmp_path: Path) -> None:
@@ -332,7 +365,7 @@ def test_one_model_is_in_memory_at_a_time(
         return engine
 
     monkeypatch.setattr(pair.Engine, "load", watched)
-    assert measure(Divergence(lossless, [SCORED], tokens=50), lossless).ok
+    assert measure(Divergence(lossless, [SCORED], tokens=256, window=200), lossless).ok
     gc.collect()
     assert [engine() for engine in engines] == [None, None]
 
@@ -343,9 +376,9 @@ def test_windows_are_those_of_the_corpus(lossless: Path, measure: Measure) -> No
 
     tokenizer = Tokenizer((TINY / "tokenizer.json").read_text("utf-8"))
     script = read_windows(
-        [SCORED], tokenizer=tokenizer, bos=BOS, vocab_size=VOCAB, window_tokens=64, limit_tokens=200
+        [SCORED], tokenizer=tokenizer, bos=BOS, vocab_size=VOCAB, window_tokens=64, limit_tokens=256
     )
     engine = Engine.load(lossless, threads=1)
     by_hand = compare(script, forced_calls(engine, script), forced_calls(engine, script))
-    gate = Divergence(lossless, [SCORED], tokens=200, window=64)
+    gate = Divergence(lossless, [SCORED], tokens=256, window=64)
     assert measure(gate, lossless).figures == by_hand.figures() | {"against": lossless.name}
