@@ -145,9 +145,18 @@ def _os_error_text(error: OSError) -> str:
         if name is not None
     ]
     what = reason(error)
-    if error.errno == errno.EBADF and not files:  # as _standard_streams opens a closed one
+    if not files and (error.errno == errno.EBADF or _stdout_fails()):
         what = f"standard output cannot be written: {what}"
     return f"{' -> '.join(files)}: {what}" if files else what
+
+
+def _stdout_fails() -> bool:
+    """Whether standard output takes no more: what it holds is tried once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 @contextmanager

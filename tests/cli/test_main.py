@@ -288,7 +288,8 @@ def test_a_full_disk_under_stdout_is_an_error() -> None:
                 [*DS4Q, *arguments], stdout=full, stderr=subprocess.PIPE, text=True
             )
         assert done.returncode == 1, arguments
-        assert done.stderr == "ds4q: error: No space left on device\n"
+        said = "standard output cannot be written: No space left on device"
+        assert done.stderr == f"ds4q: error: {said}\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
