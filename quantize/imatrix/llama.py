@@ -79,6 +79,9 @@ def _read_trailer(cursor: Cursor) -> None:
         ) from None
 
 
+MAX_COUNT = 2.0**53  # far beyond any calibration, and exact as a float
+
+
 class LlamaFile:
     """The experts' statistics of a file of llama.cpp; ``read`` gives a layer.
 
@@ -153,12 +156,13 @@ class LlamaFile:
         if place.counts_at is None:
             return Means(sums / np.float32(place.calls), np.ones(place.rows, np.int64))
         counts = np.frombuffer(pread_exact(fd, 4 * place.rows, place.counts_at, path), "<f4")
-        bad = np.flatnonzero(~np.isfinite(counts) | (counts < 0) | (counts != np.floor(counts)))
+        legal = (counts >= 0) & (counts < MAX_COUNT) & (counts == np.floor(counts))
+        bad = np.flatnonzero(~legal)
         if bad.size:
             raise ImatrixValueError(
                 path=path,
                 tensor=name + COUNTS,
-                expected="whole numbers that are not negative",
+                expected="whole numbers that are not negative, below 2^53",
                 found=f"{counts[bad[0]]} at {bad[0]}",
             )
         idle = np.flatnonzero((counts == 0) & sums.any(axis=1))
