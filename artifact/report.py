@@ -30,7 +30,7 @@ Verdict = Literal["ok", "failed", "undecided", "not judged"]
 
 _PLACE = re.compile(
     r"(?:layers|mtp)\.(\d{1,9})\."
-    r"(?:ffn\.(?:experts\.(\d{1,9})|shared_experts)\.(w[123])\.weight$)?"
+    r"(?:ffn\.(?:experts\.(\d{1,9})|shared_experts)(?:\.(w[123]))?(?=\.|$))?"
 )
 
 

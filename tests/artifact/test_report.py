@@ -178,6 +178,8 @@ def test_fail_with_takes_further_coordinates() -> None:
     [
         ("layers.4.ffn.experts.17.w2.weight", (4, 17, "w2")),
         ("mtp.0.ffn.experts.3.w1.weight", (0, 3, "w1")),
+        ("layers.4.ffn.experts.17", (4, 17, None)),
+        ("layers.4.ffn.experts.17.w3.scale", (4, 17, "w3")),
         ("layers.4.ffn.shared_experts.w3.weight", (4, None, "w3")),
         ("layers.41.attn.wq_a.weight", (41, None, None)),
         ("layers.4.ffn.experts.w2.mix_table", (4, None, None)),

@@ -386,4 +386,4 @@ def test_an_error_of_an_arm_is_the_failure_of_the_check(bench: Bench) -> None:
         return logits
 
     (failure,) = bench.run(Neutrality(tokens=3), spoil).failures
-    assert failure.line().startswith("layers.1.ffn.experts.3: the disk is gone")
+    assert failure.line().startswith("layers.1.ffn.experts.3, layer 1, expert 3: the disk is gone")

@@ -1,8 +1,9 @@
-"""Owns writing a whole ds4-tiny, with the metadata and digests of an artifact of ds4q."""
+"""Writes a whole ds4-tiny, with the metadata and digests of an artifact of ds4q."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from ds4q.artifact.hfq import ARCH_DEEPSEEK4
 from ds4q.artifact.metadata import BLANK_DIGEST, canonical, front_digest, seal
 from ds4q.artifact.report import Check
+from ds4q.artifact.types import PRIVATE
 from ds4q.artifact.writer import TensorSpec, layout
 from tests.runtime import artifacts
 
@@ -28,11 +30,15 @@ def write(
     ours: dict[str, Any],
 ) -> Path:
     """Write ``tensors``; the other three go over the config, the metadata and its ``ds4q``."""
-    blank = {"metadata_xxh3": BLANK_DIGEST, "index_xxh3": BLANK_DIGEST}
+    kinds = Counter(kind.name for kind, _, _ in tensors.values())
+    private = any(kind.id >= PRIVATE for kind, _, _ in tensors.values())
+    blank: dict[str, Any] = {"metadata_xxh3": BLANK_DIGEST, "index_xxh3": BLANK_DIGEST}
+    blank |= {"k256": True, "private_qt": private}
     metadata: dict[str, Any] = {
         "config": artifacts.config_of(TINY) | config,
         "tokenizer": (TINY / "tokenizer.json").read_text("utf-8"),
         "generation_config": json.loads((TINY / "generation_config.json").read_text("utf-8")),
+        "hipfire_recipe_census": dict(kinds),
         "ds4q": blank | {"recipe": "fp4", "source_fingerprint": FINGERPRINT} | ours,
     }
     metadata |= others
