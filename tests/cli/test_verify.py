@@ -239,7 +239,7 @@ def test_a_report_is_not_written_over_standard_output(
     assert "both' is where standard output goes; choose another name" in said
 
 
-@pytest.mark.parametrize("length", [253, 300])
+@pytest.mark.parametrize("length", [256, 300])
 def test_a_report_with_a_name_that_is_too_long_is_refused_before_work(
     length: int, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
