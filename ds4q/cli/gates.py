@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds4q.cli import common
+from ds4q.cli import common, experts
 
 if TYPE_CHECKING:
     from ds4q.runtime.gates import Gate
 
 NAMES = ("divergence", "fidelity", "neutrality", "load-time")
 OWNED = {
-    "divergence": ("against", "texts", "tokens", "window", "max_kl", "min_top1"),
-    "fidelity": ("against", "min_exact", "fast"),
+    "divergence": ("against", "texts", "tokens", "window", "max_kl", "min_top1", "expert_cache"),
+    "fidelity": ("against", "min_exact", "fast", "expert_cache"),
     "neutrality": ("prompts", "tokens", "cache", "fast", "policies", "adapter"),
     "load-time": ("cache", "profile", "baseline", "write_baseline", "max_ratio", "timeout", "runs"),
 }
@@ -97,6 +97,14 @@ _OPTIONS = [
         metavar="X",
         show_default="1, all of them",
         help="Let fidelity pass with this share of exact copies; 0 measures and does not judge.",
+    ),
+    click.option(
+        "--expert-cache",
+        type=experts.BUDGET,
+        metavar="S|auto",
+        show_default="all experts in memory",
+        help="Let divergence and fidelity keep only so many bytes of routed experts in memory; "
+        "auto: what memory leaves. No figure changes.",
     ),
     click.option(
         "--prompts",

@@ -81,7 +81,7 @@ JUNIT_MARK = b"ds4q verify"  # near the beginning of every report
     default="cpu",
     show_default=True,
     help="hip: also decode every weight on the device and compare the bits with the CPU's; gates "
-    "neutrality and load-time run there.",
+    "run there, too.",
 )
 @gate_options
 @click.option(

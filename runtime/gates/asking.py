@@ -1,7 +1,7 @@
 """Short questions to a model at temperature 0, here or in a fresh process. Judges no answer.
 
-Run as a module it is the fresh process: an artifact and a number of threads as arguments, questions
-as JSON on stdin, answers as JSON on stdout.
+Run as a module it is the fresh process: what to load and the questions as JSON on stdin, answers as
+JSON on stdout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,14 @@ import numpy.typing as npt
 from ds4q.artifact.errors import Ds4qError
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import GateError
+from ds4q.runtime.gates.pair import Model, Surroundings
 from ds4q.runtime.generate import generate, stop_ids
 from ds4q.runtime.sampling import Sampler, check_finite
 from ds4q.runtime.text.chat import encode_chat
 from ds4q.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ds4q.runtime.device.engine import HipEngine
 
 ANSWER_TOKENS = 64
 MODULE = "ds4q.runtime.gates.asking"
@@ -61,7 +65,7 @@ class Margin:
 class Asker:
     """A loaded model with its chat format; every question is a conversation of its own."""
 
-    def __init__(self, engine: Engine, *, path: object = None) -> None:
+    def __init__(self, engine: Engine | HipEngine, *, path: object = None) -> None:
         tokenizer = require_tokenizer(Tokenizer.from_metadata(engine.metadata, path=path), path)
         self._engine = engine
         self._tokenizer = tokenizer
@@ -90,7 +94,7 @@ class Asker:
 
 
 def ask_fresh_process(
-    path: str | os.PathLike[str], questions: Sequence[str], *, threads: int
+    path: str | os.PathLike[str], questions: Sequence[str], where: Surroundings
 ) -> list[str]:
     """Answers of a new Python process, which loads the artifact anew and ends with the last one.
 
@@ -99,11 +103,18 @@ def ask_fresh_process(
     GateError : the process failed; with its last words
     """
     # -P: the folder that the user happens to stand in is not searched for modules.
-    command = [sys.executable, "-P", "-m", MODULE, os.fspath(path), str(threads)]
+    command = [sys.executable, "-P", "-m", MODULE]
+    asked = {
+        "path": os.fspath(path),
+        "questions": list(questions),
+        "threads": where.threads,
+        "device": where.device,
+        "budget": None if where.cache is None else where.cache.budget,
+    }
     search = os.pathsep.join(os.path.abspath(place) for place in sys.path)
     done = subprocess.run(
         command,
-        input=json.dumps(list(questions)),
+        input=json.dumps(asked),
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -125,11 +136,13 @@ def ask_fresh_process(
 
 def main() -> None:
     """Answer what stdin asks."""
-    path, threads = Path(sys.argv[1]), int(sys.argv[2])
-    questions = json.load(sys.stdin)
+    asked = json.load(sys.stdin)
+    where = Surroundings(asked["threads"], device=asked["device"]).paged(asked["budget"])
     try:
-        asker = Asker(Engine.load(path, threads=threads), path=path)
-        answers = [asker.ask(question) for question in questions]
+        model = Model.read(asked["path"])
+        with model.load(where) as engine:
+            asker = Asker(engine, path=model.path)
+            answers = [asker.ask(question) for question in asked["questions"]]
     except (Ds4qError, OSError, MemoryError) as error:
         sys.exit(str(error))
     print(json.dumps(answers))

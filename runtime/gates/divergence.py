@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from ds4q.artifact.report import NOT_JUDGED, Check, Failure
 from ds4q.runtime.errors import GateError
+from ds4q.runtime.experts.options import Budget
 from ds4q.runtime.gates.forced import (
     F32,
     I64,
@@ -155,6 +156,7 @@ class Divergence:
     window : tokens of a window, BOS included; None takes 512, or as many as both have positions for
     max_kl : fail above this mean KL, in nats per token
     min_top1 : fail below this share of equal most likely tokens
+    expert_cache : bytes of experts in memory, or "auto"; None: all of them. It changes no figure
     """
 
     name: ClassVar[str] = "divergence"
@@ -164,6 +166,7 @@ class Divergence:
     window: int | None = None
     max_kl: float | None = None
     min_top1: float | None = None
+    expert_cache: Budget | None = None
 
     def prepare(self, path: str | os.PathLike[str], where: Surroundings) -> Measurement:
         """What compares the artifact ``path`` with the reference; see ``Gate``."""
@@ -189,6 +192,7 @@ class Divergence:
         _require_enough(windows, self.texts)
         nbytes = scored_tokens(windows) * reference.config.vocab_size * _LOGIT_BYTES
         check_room(nbytes)
+        where = where.paged(self.expert_cache)
         return partial(self._run, model, reference, windows, nbytes, where)
 
     def _run(
@@ -207,8 +211,10 @@ class Divergence:
                 f"{spool.folder} meanwhile"
             )
             _fill(spool, reference, windows, where)
-            engine = model.load(where)
-            with where.progress("divergence", count, unit="tokens") as advance:
+            with (
+                model.load(where) as engine,
+                where.progress("divergence", count, unit="tokens") as advance,
+            ):
                 calls = forced_calls(engine, windows)
                 comparison = compare(windows, spool.calls(), calls, advance)
         check.figures |= comparison.figures() | {"against": reference.path.name}
@@ -250,8 +256,11 @@ def _require_enough(windows: Sequence[I64], texts: Sequence[str | os.PathLike[st
 
 def _fill(spool: Spool, reference: Model, windows: Sequence[I64], where: Surroundings) -> None:
     """Run the reference; its weights are let go on return."""
-    engine = reference.load(where)
-    with where.progress("reference", scored_tokens(windows), unit="tokens") as advance:
+    count = scored_tokens(windows)
+    with (
+        reference.load(where) as engine,
+        where.progress("reference", count, unit="tokens") as advance,
+    ):
         for call in forced_calls(engine, windows):
             spool.write(call)
             advance(len(call.fed))

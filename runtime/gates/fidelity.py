@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from ds4q.artifact.report import NOT_JUDGED, Check, Failure
 from ds4q.runtime.errors import GateError
-from ds4q.runtime.experts.options import CacheOptions
+from ds4q.runtime.experts.options import Budget, CacheOptions
 from ds4q.runtime.gates.asking import Asker, Margin, ask_fresh_process, require_tokenizer
 from ds4q.runtime.gates.identifiers import SEED, identifiers
 from ds4q.runtime.gates.pair import Measurement, Model, Surroundings, read_pair
@@ -80,6 +80,8 @@ class Fidelity:
     min_exact : least share of exact copies; 0 judges nothing
     fast : ask for 20 identifiers
     seed : of the identifiers
+    expert_cache : bytes of experts in memory, or "auto"; None: all. One repeat takes the smallest
+        cache anyway
     """
 
     name: ClassVar[str] = "fidelity"
@@ -87,6 +89,7 @@ class Fidelity:
     min_exact: float = 1.0
     fast: bool = False
     seed: int = SEED
+    expert_cache: Budget | None = None
 
     def prepare(self, path: str | os.PathLike[str], where: Surroundings) -> Measurement:
         """What has the reference choose identifiers and the artifact copy them; see ``Gate``."""
@@ -94,7 +97,7 @@ class Fidelity:
         _require_lossless_twin(model, reference)
         for each in (reference, model):
             require_tokenizer(each.tokenizer, each.path)
-        return partial(self._run, model, reference, where)
+        return partial(self._run, model, reference, where.paged(self.expert_cache))
 
     def _run(self, model: Model, reference: Model, where: Surroundings, check: Check) -> None:
         wanted = FAST_IDENTIFIERS if self.fast else IDENTIFIERS
@@ -217,10 +220,13 @@ def _choose(reference: Model, wanted: int, seed: int, where: Surroundings) -> Dr
 
     ``GateError`` as soon as it copies too few of them for that.
     """
-    asker = Asker(reference.load(where), path=reference.path)
     chosen: list[str] = []
     near_ties = 0
-    with where.progress("choosing identifiers", wanted, unit="identifiers") as advance:
+    with (
+        reference.load(where) as engine,
+        where.progress("choosing identifiers", wanted, unit="identifiers") as advance,
+    ):
+        asker = Asker(engine, path=reference.path)
         for drawn, identifier in enumerate(identifiers(seed), start=1):
             margin = Margin()
             if asker.ask(PROMPT.format(identifier), margin) == identifier:
@@ -250,10 +256,13 @@ def _after_another(
     What stays behind of the identifier before would be seen in an answer; so another one goes
     before the first, too.
     """
-    asker = Asker(model.load(where), path=model.path)
     answers: list[str] = []
     misses = 0
-    with where.progress("after another", len(chosen), unit="identifiers") as advance:
+    with (
+        model.load(where) as engine,
+        where.progress("after another", len(chosen), unit="identifiers") as advance,
+    ):
+        asker = Asker(engine, path=model.path)
         asker.ask(PROMPT.format(chosen[-1]))
         for identifier in chosen:
             answers.append(asker.ask(PROMPT.format(identifier)))
@@ -267,7 +276,7 @@ def _after_another(
 def _fresh_process(model: Model, chosen: Sequence[str], where: Surroundings) -> list[str]:
     where.tell(f"fidelity: asking a fresh process for {len(chosen)} identifiers")
     questions = [PROMPT.format(identifier) for identifier in chosen]
-    return ask_fresh_process(model.path, questions, threads=where.threads)
+    return ask_fresh_process(model.path, questions, where)
 
 
 def _smallest_cache(model: Model, chosen: Sequence[str], where: Surroundings) -> list[str]:

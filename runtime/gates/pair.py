@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -23,7 +23,7 @@ from ds4q.runtime.engine import (
 from ds4q.runtime.errors import CacheError, GateError
 from ds4q.runtime.experts.budget import available_bytes
 from ds4q.runtime.experts.cache import check_cache
-from ds4q.runtime.experts.options import CacheOptions
+from ds4q.runtime.experts.options import Budget, CacheOptions
 from ds4q.runtime.source import Progress
 from ds4q.runtime.text.tokenizer import Tokenizer
 
@@ -47,13 +47,19 @@ class Surroundings:
     threads : most threads that a model uses
     progress : called with a label, a total and ``unit=``; yields a function that hears of progress
     tell : called with lines for people, such as how much disk the gate is about to take
-    device : where a model runs that is compared with itself; other gates run on the CPU
+    device : where models run
+    cache : how routed experts are kept where a gate does not say itself; None: all in memory
     """
 
     threads: int = 1
     progress: Callable[..., AbstractContextManager[Advance]] = _silent
     tell: Callable[[str], None] = lambda line: None
     device: Literal["cpu", "hip"] = "cpu"
+    cache: CacheOptions | None = None
+
+    def paged(self, budget: Budget | None) -> Surroundings:
+        """The same with an expert cache of ``budget``; None: with all experts in memory."""
+        return replace(self, cache=None if budget is None else CacheOptions(budget=budget))
 
 
 Measurement = Callable[[Check], None]
@@ -108,19 +114,26 @@ class Model:
         threads: int = 0,
         batch_tokens: int = BATCH_TOKENS,
         cache: CacheOptions | None = None,
-    ) -> Engine:
-        """The model in memory; ``threads`` 0 takes those of ``where``.
+    ) -> Engine | HipEngine:
+        """The model, on the device of ``where``, to be closed.
 
         Whatever model was loaded before is gone by then, if nothing holds it any more.
+
+        Parameters
+        ----------
+        threads, cache : 0 and None take those of ``where``
         """
+        engine: Engine | HipEngine
         with self._loading(where) as report:
-            return Engine.load(
-                self.path,
-                threads=threads or where.threads,
-                batch_tokens=batch_tokens,
-                progress=report,
-                cache=cache,
-            )
+            options: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": report}
+            options["cache"] = cache or where.cache
+            if where.device == "hip":
+                from ds4q.runtime.device.engine import HipEngine  # for this alone
+
+                engine = HipEngine.load(self.path, **options)
+            else:
+                engine = Engine.load(self.path, threads=threads or where.threads, **options)
+        return engine
 
     @contextmanager
     def running(

@@ -12,6 +12,7 @@ from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import GateError
 from ds4q.runtime.gates import asking
 from ds4q.runtime.gates.asking import Asker, ask_fresh_process
+from ds4q.runtime.gates.pair import Surroundings
 from tests.checks import check_refused
 from tests.runtime.gates.tiny import Made
 
@@ -44,7 +45,7 @@ def test_a_fresh_process_gives_the_same_answers(
     questions = [*(COPY.format(name) for name in NAMES), "é\u2028{}", "def f(x):\n    "]
     expected = [asker.ask(question) for question in questions]
     monkeypatch.setattr(Engine, "load", lambda *_, **options: pytest.fail("not fresh"))
-    assert ask_fresh_process(lossless, questions, threads=2) == expected
+    assert ask_fresh_process(lossless, questions, Surroundings(2)) == expected
 
 
 def test_a_fresh_process_finds_its_modules_wherever_the_user_stands(
@@ -52,18 +53,19 @@ def test_a_fresh_process_finds_its_modules_wherever_the_user_stands(
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
     monkeypatch.chdir(tmp_path)
-    assert ask_fresh_process(lossless, [], threads=1) == []
+    where = Surroundings(1).paged("auto")
+    assert ask_fresh_process(lossless, [], where) == []
 
 
 def test_a_fresh_process_that_fails_says_why(tmp_path: Path, made: Made) -> None:
     absent = tmp_path / "no\nfile.hfq"
     says = ["the fresh process failed", "No such file", "ds4q run"]
     check_refused(
-        GateError, lambda: ask_fresh_process(absent, ["a"], threads=1), path=None, says=says
+        GateError, lambda: ask_fresh_process(absent, ["a"], Surroundings(1)), path=None, says=says
     )
     partial = made(partial=True)
     says = ["found 1: ", "holds only part of a model"]
-    check_refused(GateError, lambda: ask_fresh_process(partial, [], threads=1), says=says)
+    check_refused(GateError, lambda: ask_fresh_process(partial, [], Surroundings(1)), says=says)
 
 
 def test_a_fresh_process_that_is_killed_says_so(
@@ -74,7 +76,7 @@ def test_a_fresh_process_that_is_killed_says_so(
 
     monkeypatch.setattr(subprocess, "run", killed)
     says = ["found -9: no word on stderr"]
-    check_refused(GateError, lambda: ask_fresh_process(lossless, [], threads=1), says=says)
+    check_refused(GateError, lambda: ask_fresh_process(lossless, [], Surroundings(1)), says=says)
 
 
 def test_questions_need_a_tokenizer(made: Made) -> None:

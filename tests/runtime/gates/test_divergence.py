@@ -7,6 +7,7 @@ import json
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import ForcedTokenError, FreeRunError, GateError
+from ds4q.runtime.experts.options import CacheOptions
 from ds4q.runtime.gates import Divergence, divergence, pair
 from ds4q.runtime.gates.divergence import SUMS, Comparison, compare
 from ds4q.runtime.gates.forced import F32, I64, Call, forced_calls
@@ -368,6 +371,33 @@ def test_one_model_is_in_memory_at_a_time(
     assert measure(Divergence(lossless, [SCORED], tokens=256, window=200), lossless).ok
     gc.collect()
     assert [engine() for engine in engines] == [None, None]
+
+
+def test_figures_do_not_depend_on_what_is_in_memory(
+    lossless: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[Any] = []
+    load = Engine.load
+
+    def watched(path: Path, **options: Any) -> Engine:
+        caches.append(options["cache"])
+        return load(path, **options)
+
+    monkeypatch.setattr(pair.Engine, "load", watched)
+    gate = Divergence(lossless, [SCORED], tokens=50)
+    resident = measure(gate, lossless).figures
+    assert measure(replace(gate, expert_cache=3_000_000), lossless).figures == resident
+    assert caches == [None, None, *[CacheOptions(budget=3_000_000)] * 2]
+
+
+def test_models_run_on_the_device(
+    sim: Control, lossless: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixture sees that nothing is left there."""
+    monkeypatch.setattr(pair.Engine, "load", lambda *_, **options: pytest.fail("on the CPU"))
+    gate = Divergence(lossless, [SCORED], tokens=20, window=8, expert_cache=3_000_000)
+    check = measure(gate, lossless, device="hip")
+    assert (check.failures, check.figures["kl"], check.figures["tokens"]) == ([], 0, 20)
 
 
 def test_windows_are_those_of_the_corpus(lossless: Path, measure: Measure) -> None:
