@@ -374,7 +374,7 @@ def test_one_model_is_in_memory_at_a_time(
 
 
 def test_figures_do_not_depend_on_what_is_in_memory(
-    lossless: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+    tiny_artifact: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches: list[Any] = []
     load = Engine.load
@@ -384,20 +384,20 @@ def test_figures_do_not_depend_on_what_is_in_memory(
         return load(path, **options)
 
     monkeypatch.setattr(pair.Engine, "load", watched)
-    gate = Divergence(lossless, [SCORED], tokens=50)
-    resident = measure(gate, lossless).figures
-    assert measure(replace(gate, expert_cache=3_000_000), lossless).figures == resident
+    gate = Divergence(tiny_artifact, [SCORED], tokens=256, window=64)
+    resident = measure(gate, tiny_artifact).figures
+    assert measure(replace(gate, expert_cache=3_000_000), tiny_artifact).figures == resident
     assert caches == [None, None, *[CacheOptions(budget=3_000_000)] * 2]
 
 
 def test_models_run_on_the_device(
-    sim: Control, lossless: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
+    sim: Control, tiny_artifact: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture sees that nothing is left there."""
     monkeypatch.setattr(pair.Engine, "load", lambda *_, **options: pytest.fail("on the CPU"))
-    gate = Divergence(lossless, [SCORED], tokens=20, window=8, expert_cache=3_000_000)
-    check = measure(gate, lossless, device="hip")
-    assert (check.failures, check.figures["kl"], check.figures["tokens"]) == ([], 0, 20)
+    gate = Divergence(tiny_artifact, [SCORED], tokens=256, window=64, expert_cache=3_000_000)
+    check = measure(gate, tiny_artifact, device="hip")
+    assert (check.failures, check.figures["kl"], check.figures["tokens"]) == ([], 0, 256)
 
 
 def test_windows_are_those_of_the_corpus(lossless: Path, measure: Measure) -> None:
