@@ -390,6 +390,7 @@ def test_figures_do_not_depend_on_what_is_in_memory(
     assert caches == [None, None, *[CacheOptions(budget=3_000_000)] * 2]
 
 
+@pytest.mark.slow
 def test_models_run_on_the_device(
     sim: Control, tiny_artifact: Path, measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
