@@ -291,12 +291,11 @@ def test_every_mutation_is_read_or_refused_by_name(
     assert grown_kib < MOST_GROWTH_KIB
 
 
-def test_an_unmutated_file_of_each_kind_is_read(kinds: dict[str, Kind], tmp_path: Path) -> None:
-    for name, kind in kinds.items():
-        if name in ("hfq", "safetensors"):
-            continue  # cut short, to be fast
-        folder = tmp_path / name
-        folder.mkdir()
-        path = _place(kind, folder)
-        path.write_bytes(kind.seal(kind.seed))
-        kind.read(path)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"hfq", "safetensors"}))  # those are cut short
+def test_an_unmutated_file_is_read(kinds: dict[str, Kind], tmp_path: Path, name: str) -> None:
+    kind = kinds[name]
+    path = _place(kind, tmp_path)
+    raw = kind.seal(kind.seed)
+    path.write_bytes(raw)
+    kind.read(path)
+    assert path.read_bytes() == raw
