@@ -195,10 +195,10 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     lines = b'{"text": "Hello"}\n{"ids": [1, 2, 3]}\n'
     dims = ExpertDims(4, 16, 256, 128)
 
-    words = Tokenizer((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    encoder = Tokenizer((TINY / "tokenizer.json").read_text(encoding="utf-8"))
 
     def read_prompts(path: Path) -> None:
-        prompts.read(path, tokenizer=words, vocab_size=512, positions=128)
+        prompts.read(path, tokenizer=encoder, vocab_size=512, positions=128)
 
     def recipe(path: Path) -> None:
         load_recipe(path, dims)

@@ -210,7 +210,8 @@ def test_every_fault_is_told(tmp_path: Path) -> None:
 def test_wrong_group_size_is_an_index_fault(tmp_path: Path) -> None:
     check = structure(tmp_path, claims(".2.w1.weight", group_size=0))
     assert check.lines() == [
-        f"{PREFIX}.2.w1.weight: wrong group size for ROCmFP3: expected 32, found 0"
+        f"{PREFIX}.2.w1.weight, layer 3, expert 2, projection w1: "
+        "wrong group size for ROCmFP3: expected 32, found 0"
     ]
 
 
