@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from ds4q.artifact.files import AppearedError, file_identity
-from ds4q.artifact.writer import UNFINISHED, PartialFile, WriteError
+from ds4q.artifact.locks import WriteError
+from ds4q.artifact.writer import UNFINISHED, PartialFile
 
 _ANOTHER = "choose another output"
 _REMEDIES = {

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from ds4q.artifact.files import write_whole
-from ds4q.artifact.writer import FileLock
+from ds4q.artifact.locks import FileLock
 from ds4q.hipkern.errors import HipError, HipLibraryError
 
 NO_ROOM = "No space left on device"  # as compilers and linkers tell ENOSPC

@@ -8,10 +8,10 @@ from pathlib import Path
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError
 from ds4q.artifact.hfq import U8, Reader
+from ds4q.artifact.locks import WriteError
 from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
 from ds4q.artifact.types import TYPES
-from ds4q.artifact.writer import WriteError
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.errors import JobError
 from ds4q.quantize.pipeline import ReadBack, source_digest

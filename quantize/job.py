@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from ds4q.artifact import stops
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.files import AppearedError, ForeignFileError, free_bytes, read_small
+from ds4q.artifact.locks import LockedError, WriteError
 from ds4q.artifact.receipt import Receipt, receipt_path
 from ds4q.artifact.report import json_text
 from ds4q.artifact.types import RAW, TYPES
-from ds4q.artifact.writer import LockedError, PartialFile, WriteError
+from ds4q.artifact.writer import PartialFile
 from ds4q.quantize.audit import Audit
 from ds4q.quantize.checkpoint import CONFIG, OBJECTS, TEXTS, Checkpoint
 from ds4q.quantize.convert import Events

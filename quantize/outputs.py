@@ -34,8 +34,9 @@ from ds4q.artifact.files import (
     remove_own,
 )
 from ds4q.artifact.hfq import MAGIC
+from ds4q.artifact.locks import LockedError, WriteError
 from ds4q.artifact.receipt import is_receipt, receipt_path
-from ds4q.artifact.writer import PARTIAL_SUFFIX, LockedError, PartialFile, WriteError
+from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.errors import JobError
 from ds4q.quantize.journal import Earlier, is_journal, journal_path

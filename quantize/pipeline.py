@@ -24,11 +24,12 @@ from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.formats.hfp4g32 import BLOCK as FP4_BLOCK
 from ds4q.artifact.hfq import TensorEntry
+from ds4q.artifact.locks import WriteError
 from ds4q.artifact.metadata import canonical
 from ds4q.artifact.readahead import ReadAhead
 from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
 from ds4q.artifact.types import MIXED, RAW, ROCMFPX, row_runs
-from ds4q.artifact.writer import PartialFile, WriteError
+from ds4q.artifact.writer import PartialFile
 from ds4q.quantize.audit import Audit
 from ds4q.quantize.books import FittedBooks
 from ds4q.quantize.checkpoint import Checkpoint

@@ -19,10 +19,10 @@ from typing import Any
 from ds4q.artifact.check import check_structure, own_metadata
 from ds4q.artifact.files import fsync_folder, write_whole
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.locks import FileLock
 from ds4q.artifact.places import broken_link, to_json
 from ds4q.artifact.receipt import receipt_path
 from ds4q.artifact.report import Check
-from ds4q.artifact.writer import FileLock
 from ds4q.registry.arch import ARCH_NAMES, MIXED, quant_for
 from ds4q.registry.entries import (
     SCHEMA_VERSION,

@@ -16,7 +16,8 @@ from types import TracebackType
 from ds4q.artifact import stops
 from ds4q.artifact.files import free_bytes, fsync_folder, publish
 from ds4q.artifact.hfq import U8, flat
-from ds4q.artifact.writer import PARTIAL_SUFFIX, WriteError
+from ds4q.artifact.locks import WriteError
+from ds4q.artifact.writer import PARTIAL_SUFFIX
 from ds4q.quantize.export.plan import PlannedFile
 from ds4q.quantize.job import SpaceError
 from ds4q.quantize.outputs import OutputExistsError, OutputPlaceError, UnfinishedError

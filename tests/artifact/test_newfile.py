@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from ds4q.artifact.files import AppearedError, ForeignFileError
+from ds4q.artifact.locks import LockedError, WriteError
 from ds4q.artifact.newfile import NewFile
-from ds4q.artifact.writer import UNFINISHED, LockedError, WriteError
+from ds4q.artifact.writer import UNFINISHED
 from tests.checks import check_refused
 
 

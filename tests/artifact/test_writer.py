@@ -27,14 +27,8 @@ from ds4q.artifact.errors import (
 )
 from ds4q.artifact.files import AppearedError, ForeignFileError
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.writer import (
-    UNFINISHED,
-    LockedError,
-    PartialFile,
-    TensorSpec,
-    WriteError,
-    layout,
-)
+from ds4q.artifact.locks import LockedError, WriteError
+from ds4q.artifact.writer import UNFINISHED, PartialFile, TensorSpec, layout
 from tests.artifact.build import METADATA
 from tests.checks import check_refused
 
@@ -255,7 +249,8 @@ def test_second_process_is_refused(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from ds4q.artifact.writer import LockedError, PartialFile\n"
+        "from ds4q.artifact.locks import LockedError\n"
+        "from ds4q.artifact.writer import PartialFile\n"
         "try:\n"
         "    PartialFile(Path(sys.argv[1]), 5)\n"
         "except LockedError as error:\n"

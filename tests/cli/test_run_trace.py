@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.writer import UNFINISHED, LockedError
+from ds4q.artifact.locks import LockedError
+from ds4q.artifact.writer import UNFINISHED
 from ds4q.cli import main
 from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.device.engine import HipEngine

@@ -17,8 +17,9 @@ import pytest
 from ds4q import api
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.files import AppearedError, ForeignFileError
+from ds4q.artifact.locks import LockedError, WriteError
 from ds4q.artifact.receipt import read_receipt
-from ds4q.artifact.writer import LockedError, PartialFile, WriteError
+from ds4q.artifact.writer import PartialFile
 from ds4q.quantize.job import SpaceError
 from ds4q.quantize.journal import Journal
 from ds4q.quantize.outputs import MARK, OutputExistsError, OutputPlaceError, UnfinishedError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ds4q.artifact.errors import Ds4qError
-from ds4q.artifact.writer import WriteError
+from ds4q.artifact.locks import WriteError
 from ds4q.quantize.errors import ChangedSourceError, JobError, SourceReadError
 from ds4q.quantize.job import SpaceError
 from tests.checks import check_refused

@@ -15,8 +15,9 @@ import xxhash
 
 from ds4q import api
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.locks import WriteError
 from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
-from ds4q.artifact.writer import PartialFile, WriteError
+from ds4q.artifact.writer import PartialFile
 from ds4q.quantize import convert, pipeline
 from ds4q.quantize.audit import audit
 from ds4q.quantize.checkpoint import Checkpoint

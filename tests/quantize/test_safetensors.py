@@ -261,7 +261,7 @@ def test_scalar_is_one_element() -> None:
         (b'{"w":' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"w":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
         (b"[1]", "not a JSON object"),
-        (b"\xef\xbb\xbf{}", "not JSON"),
+        (b"\xef\xbb\xbf{}", "byte-order mark"),
     ],
 )
 def test_json_is_strict(raw: bytes, words: str) -> None:

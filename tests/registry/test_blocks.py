@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds4q.artifact.files import ForeignFileError
-from ds4q.artifact.writer import LockedError
+from ds4q.artifact.locks import LockedError
 from ds4q.registry.blocks import BLOCK_BYTES, MARK, About, Blocks
 from ds4q.registry.errors import ExistsError, UnfinishedError
 from tests.checks import check_refused

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from ds4q.artifact.files import ForeignFileError
-from ds4q.artifact.writer import LockedError, PartialFile
+from ds4q.artifact.locks import LockedError
+from ds4q.artifact.writer import PartialFile
 from ds4q.registry import remote, transfer
 from ds4q.registry.errors import (
     DigestError,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds4q.artifact.writer import LockedError, PartialFile
+from ds4q.artifact.locks import LockedError
+from ds4q.artifact.writer import PartialFile
 from ds4q.registry.entries import Registry
 from ds4q.registry.errors import UnknownTagError, UnsafeNameError
 from ds4q.registry.remove import RemovalError, plan_removal, remove

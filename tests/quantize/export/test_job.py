@@ -16,8 +16,8 @@ from ds4q import api
 from ds4q.artifact.errors import Ds4qError, TruncatedError
 from ds4q.artifact.files import AppearedError
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.locks import WriteError
 from ds4q.artifact.receipt import receipt_path
-from ds4q.artifact.writer import WriteError
 from ds4q.quantize.export.plan import ExportError
 from ds4q.quantize.job import SpaceError
 from ds4q.quantize.outputs import OutputExistsError, OutputPlaceError, UnfinishedError

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from ds4q.artifact.writer import LockedError, PartialFile, WriteError
+from ds4q.artifact.locks import LockedError, WriteError
+from ds4q.artifact.writer import PartialFile
 from ds4q.quantize.imatrix import LayerStatistics, claim_place, read_imatrix, write_imatrix
 from ds4q.quantize.imatrix.writing import ImatrixPlaceError
 from tests.checks import check_refused, same_bits

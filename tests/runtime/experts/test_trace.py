@@ -13,9 +13,10 @@ import pytest
 import xxhash
 
 from ds4q.artifact.hfq import Reader
+from ds4q.artifact.locks import WriteError
 from ds4q.artifact.metadata import canonical
 from ds4q.artifact.newfile import NewFile
-from ds4q.artifact.writer import PartialFile, WriteError
+from ds4q.artifact.writer import PartialFile
 from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.trace import (
     BandRecord,

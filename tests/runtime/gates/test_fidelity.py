@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def answering(
         return [spoilt.get(name, {}).get(n, each) for n, each in enumerate(chosen)]
 
     monkeypatch.setattr(fidelity, "Asker", Answers)
-    monkeypatch.setattr(pair.Model, "load", lambda *_, **__: None)
+    monkeypatch.setattr(pair.Model, "load", lambda *_, **__: nullcontext())
     monkeypatch.setattr(fidelity, "_fresh_process", lambda *_: repeat("fresh_process"))
     monkeypatch.setattr(fidelity, "_smallest_cache", lambda *_: repeat("smallest_cache"))
     return lambda: chosen

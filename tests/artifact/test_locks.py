@@ -17,7 +17,8 @@ import pytest
 
 from ds4q.artifact import files
 from ds4q.artifact.files import fsync_folder
-from ds4q.artifact.writer import FileLock, LockedError, PartialFile
+from ds4q.artifact.locks import FileLock, LockedError
+from ds4q.artifact.writer import PartialFile
 from tests.checks import check_refused
 
 
