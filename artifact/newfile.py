@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ds4q.artifact import stops
 from ds4q.artifact.files import AppearedError, file_identity
 from ds4q.artifact.locks import WriteError
 from ds4q.artifact.writer import UNFINISHED, PartialFile
@@ -46,15 +48,18 @@ class NewFile:
         self._before = file_identity(self.final)
         self._head = b""
         self._nbytes = 0
-        try:
-            self._partial = PartialFile(self.final, 0)
-        except OSError as error:
-            raise self._error(error) from None
-        try:
-            self._partial.reset()
-        except OSError as error:
-            self._partial.discard()
-            raise self._error(error) from None
+        with stops.held():
+            try:
+                self._partial = PartialFile(self.final, 0)
+            except OSError as error:
+                raise self._error(error) from None
+            # A stop may come before anybody holds this object who would discard it.
+            self._undo = weakref.finalize(self, self._partial.discard)
+            try:
+                self._partial.reset()
+            except OSError as error:
+                self.discard()
+                raise self._error(error) from None
 
     def write(self, data: bytes) -> int:
         """Append all of ``data`` and return its length; a failure removes the unfinished file."""
@@ -73,23 +78,24 @@ class NewFile:
 
         Raises ``AppearedError`` where the file of that name is not the one that was there before.
         """
-        try:
-            self._partial.pwrite(self._head, 0)
-            os.ftruncate(self._partial.fd, self._nbytes)
-            self._partial.sync()
-            self._partial.publish(replace=lambda path: file_identity(path) == self._before)
-        except OSError as error:
-            self.discard()
-            raise self._error(error) from None
-        except (AppearedError, WriteError):
-            self.discard()
-            raise
-        self._partial.close()
+        with stops.held():
+            try:
+                self._partial.pwrite(self._head, 0)
+                os.ftruncate(self._partial.fd, self._nbytes)
+                self._partial.sync()
+                self._partial.publish(replace=lambda path: file_identity(path) == self._before)
+            except OSError as error:
+                self.discard()
+                raise self._error(error) from None
+            except (AppearedError, WriteError):
+                self.discard()
+                raise
+            self._undo.detach()
+            self._partial.close()
 
     def discard(self) -> None:
         """Remove what was not published; a second call does nothing."""
-        if self._partial.fd >= 0:
-            self._partial.discard()
+        self._undo()
 
     def __enter__(self) -> Self:
         return self

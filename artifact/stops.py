@@ -99,11 +99,23 @@ class _Stops:
         if frame.f_globals.get("__name__") in _UNSAFE:
             return False
         outer: FrameType | None = frame
-        while outer is not None:  # what a destructor raises is printed and forgotten
-            if outer.f_code.co_name == "__del__":
+        while outer is not None:
+            if _must_return(outer):
                 return False
             outer = outer.f_back
         return True
+
+
+def _must_return(frame: FrameType) -> bool:
+    """Whether a frame, however far out, must not be left by an exception."""
+    code, name = frame.f_code, frame.f_globals.get("__name__") or ""
+    if code.co_name == "__del__":  # the exception would be printed and forgotten
+        return True
+    if name.startswith("llvmlite."):  # LLVM calls back into Python, and would crash
+        return True
+    # Python notes a KeyboardInterrupt that leaves exec("..."), and kills its process at the end.
+    executed = code.co_name == "<module>" and code.co_filename == "<string>"
+    return executed and frame.f_back is not None
 
 
 _stops = _Stops()
@@ -133,7 +145,9 @@ def caught(*, to_the_end: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        if not to_the_end:
+        if to_the_end:
+            _stops.raised = True  # what ends the interpreter is not to be interrupted
+        else:
             _stops.held += 1  # nothing is raised while handlers are put back
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -144,6 +158,7 @@ def caught(*, to_the_end: bool = False) -> Iterator[None]:
 
 
 def _ignore(numbers: list[signal.Signals]) -> None:
+    _stops.raised = True
     for number in (*numbers, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from ds4q.artifact import stops
 from ds4q.artifact.files import (
     AppearedError,
     ForeignFileError,
@@ -135,12 +136,13 @@ class Blocks:
         """
         os.ftruncate(self.file.fd, self.file.file_bytes)  # the mark may be longer than the file
         self.file.sync()
-        try:
-            self.file.publish(replace=replace)
-        except AppearedError:
-            raise ExistsError(path=self.final) from None
-        remove_own(self.journal, is_journal)
-        fsync_folder(self.final.parent)
+        with stops.held():  # else a journal could outlive its file, and nothing would remove it
+            try:
+                self.file.publish(replace=replace)
+            except AppearedError:
+                raise ExistsError(path=self.final) from None
+            remove_own(self.journal, is_journal)
+            fsync_folder(self.final.parent)
 
     def close(self) -> None:
         """Release the file. What was written stays; a file without data is removed."""

@@ -52,7 +52,7 @@ class Staging:
         self._nbytes = sum(file.nbytes for file in files)
         self._folder = out.with_name(out.name + PARTIAL_SUFFIX)
         self._fds: list[int] = []
-        self._published = False
+        self._made = self._published = False
 
     def __enter__(self) -> Staging:
         free = free_bytes(self._out.parent)
@@ -60,21 +60,26 @@ class Staging:
             raise SpaceError(
                 path=self._out.parent, expected=f"{self._nbytes:,} bytes", found=f"{free:,} bytes"
             )
-        with stops.held():
-            with self._writing():
-                try:
-                    self._folder.mkdir()
-                except FileExistsError:
-                    remedy = "if no other export to this place is running, remove it and try again"
-                    raise UnfinishedError(
-                        "an unfinished export lies here", path=self._folder, remedy=remedy
-                    ) from None
-            try:
+        try:
+            with stops.held():
+                self._make_folder()
                 self._create()
-            except BaseException:
+        except BaseException:  # a stop that waited for the end of these steps, too
+            if self._made:
                 self._discard()
-                raise
+            raise
         return self
+
+    def _make_folder(self) -> None:
+        with self._writing():
+            try:
+                self._folder.mkdir()
+            except FileExistsError:
+                remedy = "if no other export to this place is running, remove it and try again"
+                raise UnfinishedError(
+                    "an unfinished export lies here", path=self._folder, remedy=remedy
+                ) from None
+            self._made = True
 
     def __exit__(
         self,

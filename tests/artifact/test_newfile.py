@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -191,3 +192,10 @@ def test_a_failed_sync_leaves_the_earlier_file(path: Path, monkeypatch: pytest.M
         check_refused(WriteError, new.publish, path=path, says=["No space", "make room"])
     assert path.read_bytes() == b"earlier"
     assert names(path) == [path.name]
+
+
+def test_an_output_that_nobody_came_to_hold_is_removed(tmp_path: Path) -> None:
+    """A stop may come between making it and holding it."""
+    NewFile(tmp_path / "x")
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -209,3 +210,59 @@ def test_a_third_signal_ends_what_is_stuck_but_not_at_once(give_up_s: str, signa
     assert (b"ended without clean-up" in err) == (signals == 3)
     if signals == 3:
         assert child.returncode == 130
+
+
+ENDING = """
+import atexit, os, signal, sys, time
+from ds4q.artifact import stops
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def late():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(os.getpid(), number)
+with stops.caught(to_the_end=True):
+    atexit.register(late)
+"""
+
+
+def test_a_signal_while_the_process_ends_changes_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_stop_does_not_pass_through_the_compiler() -> None:
+    """LLVM calls Python functions, which must not end in an exception."""
+    names: dict[str, Any] = {"send": send, "__name__": "llvmlite.binding.ffi", "done": []}
+    exec("def call():\n    send(15)\n    done.append(1)\n", names)
+
+    def work() -> None:
+        names["call"]()
+        time.sleep(60)
+
+    with stops.caught(), pytest.raises(Terminated):
+        work()
+    assert names["done"] == [1]
+
+
+EXECUTING = """
+import os, signal, sys, time
+from ds4q.artifact import stops
+with stops.caught(to_the_end=True):
+    try:
+        exec("os.kill(os.getpid(), signal.SIGINT)")
+        time.sleep(60)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_a_stop_in_executed_text_keeps_the_exit_status(tmp_path: Path) -> None:
+    """Imports run such text, for named tuples and data classes."""
+    (tmp_path / "executing.py").write_text(EXECUTING)
+    paths = f"{Path(stops.__file__).parents[2]}{os.pathsep}{tmp_path}"
+    done = subprocess.run(
+        [sys.executable, "-m", "executing"],
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert (done.returncode, done.stderr) == (130, b"")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from ds4q import api
+from ds4q.artifact import stops
 from ds4q.artifact.errors import Ds4qError, TruncatedError
 from ds4q.artifact.files import AppearedError
 from ds4q.artifact.hfq import Reader
@@ -155,6 +157,21 @@ def test_a_stop_leaves_nothing(small_artifact: Path, tmp_path: Path, to: str) ->
 
     with pytest.raises(KeyboardInterrupt):
         export(small_artifact, tmp_path / "x", to, progress=stopping)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stop_while_files_are_made_leaves_nothing(
+    small_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.ftruncate
+
+    def ftruncate(fd: int, nbytes: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(fd, nbytes)
+
+    monkeypatch.setattr(os, "ftruncate", ftruncate)
+    with stops.caught(), pytest.raises(stops.Terminated):
+        export(small_artifact, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
 
