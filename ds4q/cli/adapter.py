@@ -108,7 +108,7 @@ def train_command(
             f"{ridge} is not from {LEAST_RIDGE:g} to {MOST_RIDGE:g}", param_hint="--ridge"
         )
     common.claim_report(output, "--output", MAGIC)
-    with NewFile(output) as file:
+    with common.writing(output), NewFile(output) as file:
         with common.progress("fitting", len(traces), unit="traces", quiet=quiet) as advance:
             adapter = train(traces, rank=rank, ridge=ridge, advance=advance)
         nbytes = file.write(adapter.encode())

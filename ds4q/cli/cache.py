@@ -150,7 +150,7 @@ def profile(file: Path, output: Path, as_json: bool, quiet: bool, verbose: bool)
     from ds4q.runtime.experts.trace import read_trace
 
     common.claim_report(output, "--output", MARK)
-    with NewFile(output) as new:
+    with common.writing(output), NewFile(output) as new:
         made = Profile.of(read_trace(file))
         new.write(made.encode())
         new.publish()

@@ -87,19 +87,20 @@ def command(
     """
     from ds4q.api import calibrate
 
-    done = calibrate(
-        file,
-        texts,
-        output,
-        limit_tokens=tokens,
-        window_tokens=window,
-        threads=threads,
-        force=force,
-        expert_cache=expert_cache,
-        tell=(lambda line: None) if quiet else common.say,
-        warn=common.warn,
-        progress=partial(common.progress, quiet=quiet),
-    )
+    with common.writing(output):
+        done = calibrate(
+            file,
+            texts,
+            output,
+            limit_tokens=tokens,
+            window_tokens=window,
+            threads=threads,
+            force=force,
+            expert_cache=expert_cache,
+            tell=(lambda line: None) if quiet else common.say,
+            warn=common.warn,
+            progress=partial(common.progress, quiet=quiet),
+        )
     if as_json:
         common.emit_json(asdict(done) | {"bytes": output.stat().st_size})
     else:

@@ -117,6 +117,22 @@ def last_words(line: Callable[[], str | None]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Should the block be stopped, say whether ``path`` was written by it."""
+    from ds4q.artifact.files import file_identity
+
+    before = file_identity(path)
+
+    def line() -> str:
+        if file_identity(path) != before:
+            return f"{path} is written"
+        return f"{path} was not written; nothing unfinished was left"
+
+    with last_words(line):
+        yield
+
+
 # --- files that a user names for a report ------------------------------------------------------
 
 

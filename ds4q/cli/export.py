@@ -73,16 +73,17 @@ def command(
         raise click.UsageError("--variant-107 and --fp6-code32 are for --to gguf")
     from ds4q.api import export
 
-    done = export(
-        file,
-        output,
-        to=to,
-        only_experts=only == "experts",
-        variant_107=variant_107,
-        fp6_code32=fp6_code32,
-        threads=threads,
-        progress=partial(common.progress, quiet=quiet),
-    )
+    with common.writing(output):
+        done = export(
+            file,
+            output,
+            to=to,
+            only_experts=only == "experts",
+            variant_107=variant_107,
+            fp6_code32=fp6_code32,
+            threads=threads,
+            progress=partial(common.progress, quiet=quiet),
+        )
     if as_json:
         common.emit_json(done.document())
     else:

@@ -128,6 +128,21 @@ def test_words_to_a_lost_stderr_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> 
     safe.flush()
 
 
+def stopped(out: Path, text: str | None) -> None:
+    if text is not None:
+        out.write_text(text)
+    raise KeyboardInterrupt
+
+
+def test_a_stop_says_whether_a_file_was_written(tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    said = [" was not written; nothing unfinished was left", " is written"]
+    for text, words in zip((None, "new"), said, strict=True):
+        with pytest.raises(KeyboardInterrupt) as stop, common.writing(out):
+            stopped(out, text)
+        assert stop.value.__notes__ == [f"{out}{words}"]
+
+
 def test_last_words_are_left_on_a_stop_only() -> None:
     with pytest.raises(KeyboardInterrupt) as stop, common.last_words(lambda: "go on with: x"):
         raise stops.Terminated
