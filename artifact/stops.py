@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class _Stops:
 
     def __init__(self) -> None:
         self.installed = False
+        self.around: frozenset[int] = frozenset()  # frames that the block was entered from
         self.held = 0
         self.forget()
 
@@ -99,15 +101,25 @@ class _Stops:
         if frame.f_globals.get("__name__") in _UNSAFE:
             return False
         outer: FrameType | None = frame
-        while outer is not None:
+        while outer is not None and id(outer) not in self.around:
             if _must_return(outer):
                 return False
             outer = outer.f_back
         return True
 
 
+def _frames_around() -> Iterator[int]:
+    """Identities of the frames that enter ``caught``, which live as long as its block."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == contextmanager.__module__:
+        frame = frame.f_back  # calls that end before the block begins
+    while frame is not None:
+        yield id(frame)
+        frame = frame.f_back
+
+
 def _must_return(frame: FrameType) -> bool:
-    """Whether a frame, however far out, must not be left by an exception."""
+    """Whether a frame of the block, however far out, must not be left by an exception."""
     code, name = frame.f_code, frame.f_globals.get("__name__") or ""
     if code.co_name == "__del__":  # the exception would be printed and forgotten
         return True
@@ -137,11 +149,12 @@ def caught(*, to_the_end: bool = False) -> Iterator[None]:
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
     ]
     _stops.forget()
-    before: dict[int, Any] = {signal.SIGALRM: signal.signal(signal.SIGALRM, _stops.look_again)}
+    alarm = signal.signal(signal.SIGALRM, _stops.look_again)
+    _stops.around = frozenset(_frames_around())
     _stops.installed = True
     if to_the_end:
         atexit.register(_ignore, ours)  # Python sets handlers back long before it has ended
-    before |= {number: signal.signal(number, _stops.on_signal) for number in ours}
+    before: dict[int, Any] = {number: signal.signal(number, _stops.on_signal) for number in ours}
     try:
         yield
     finally:
@@ -151,7 +164,8 @@ def caught(*, to_the_end: bool = False) -> Iterator[None]:
             _stops.held += 1  # nothing is raised while handlers are put back
             for number, handler in before.items():
                 signal.signal(number, handler)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)  # first: an alarm ends a process by default
+            signal.signal(signal.SIGALRM, alarm)
             _stops.installed = False
             _stops.forget()
             _stops.held -= 1
