@@ -491,11 +491,6 @@ def print_table(
 def print_checks(report: Report) -> None:
     """Print the checks of ``report`` as a table; failures are listed by the caller."""
     head = ("check", "result", "seconds", "figures")
-    styles = {
-        "ok": "green",
-        "FAILED": "red",
-        "UNDECIDED": "yellow",
-        "measured,": "yellow",
-        "not": "yellow",
-    }
+    styles = {"ok": "green", "FAILED": "red"}
+    styles |= dict.fromkeys(("UNDECIDED", "measured,", "not"), "yellow")
     print_table(head, report.rows(), styles=styles)

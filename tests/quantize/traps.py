@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,19 @@ class Counted:
                 due = name == call and self.counts[name] == n
             if due:
                 os.kill(os.getpid(), number)
+                _wait_for_the_stop()
             return real(*args, **kwargs)
 
         return wrapper
+
+
+def _wait_for_the_stop() -> None:
+    """Hold a thread that writes until the stop is raised in the main one, however busy it is."""
+    from ds4q.artifact import stops
+
+    if threading.current_thread() is not threading.main_thread():
+        while not stops._stops.raised:
+            time.sleep(0.001)
 
 
 class Server:
