@@ -21,6 +21,10 @@ from tests.quantize import models
 from tests.quantize.builders import RANDOM, TINY
 
 DS4Q = [sys.executable, "-m", "ds4q"]
+COMMON = ("fp4", "fp4-q8", "rocmfp23", "mix")
+EVERY_RECIPE = [
+    pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in RECIPES
+]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +135,7 @@ def test_a_finished_job_says_so(source: Path, folder: Path) -> None:
     assert f"already there: {folder / 'x.hfq'}" in again.stdout
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
 def test_whole_models_verify_under_every_recipe(recipe: str, folder: Path) -> None:
     """The trained model, and the random one with its sidecar."""
     for model in (TINY, RANDOM):
@@ -300,8 +304,10 @@ def test_bytes_do_not_depend_on_how_the_source_is_laid_out(
     assert models.digests(folder) == expected
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("model", [TINY, RANDOM], ids=lambda path: path.name)
+@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+@pytest.mark.parametrize(
+    "model", [pytest.param(TINY, marks=pytest.mark.slow), RANDOM], ids=lambda path: path.name
+)
 def test_whole_models_are_the_same_for_any_threads(
     model: Path, recipe: str, tmp_path: Path
 ) -> None:

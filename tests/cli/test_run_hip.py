@@ -41,8 +41,16 @@ def prompt_of(name: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # what quantize says of the models
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        pytest.param(name, recipe, marks=() if first else pytest.mark.slow)
+        for name, recipe, first in (
+            *(("ds4-tiny", recipe, recipe in ("fp4", "mix")) for recipe in RECIPES),
+            *(("ds4-random", recipe, recipe in ("fp4-q8", "budget")) for recipe in RECIPES),
+        )
+    ],
+)
 def test_greedy_ids_are_those_of_the_cpu(
     name: str, recipe: str, sim: Control, tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ def test_neutrality_is_a_check_of_the_report(random_artifact: Path, tmp_path: Pa
     assert note.startswith("fast: only 3 of 6 layers ran, one of each kind: ")
 
 
+@pytest.mark.slow
 def test_load_time_is_a_check_of_the_report(random_artifact: Path) -> None:
     words = [random_artifact, "--gate", "load-time", "--runs", "1"]
     result = verify(*words, "--json")
@@ -151,12 +152,13 @@ def test_a_baseline_keeps_ids_and_an_undecided_verdict_has_its_own_word(
     random_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids come from a real load; the times of all others are made up."""
-    real, first = loading.measure, {}
+    real = loading.measure
+    first: dict[tuple[str, bool], loading.Load] = {}
     busy = 1.0
 
     def measure(path: Path, **options: Any) -> loading.Load:
-        key = str(options["cache"])
-        if key not in first or options["prompts"]:
+        key = str(options["cache"]), bool(options["prompts"])
+        if key not in first:
             first[key] = real(path, **options)
         return first[key]._replace(seconds=3.0 * busy)
 

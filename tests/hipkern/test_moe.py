@@ -164,7 +164,9 @@ def test_chosen_experts_and_the_shared_one_are_within_the_bound(
 @pytest.mark.parametrize(
     "name", ["HFP4G32", "MQ2G256Lloyd", "ROCmFP3Mix-1", "ROCmFP2Mix-1", "Q8F16", "BF16"]
 )
-@pytest.mark.parametrize("shape", [(2048, 1024), (4096, 2048)])
+@pytest.mark.parametrize(
+    "shape", [(2048, 1024), pytest.param((4096, 2048), marks=pytest.mark.slow)]
+)
 def test_streamed_experts_are_within_the_bound(rig: Rig, name: str, shape: tuple[int, int]) -> None:
     """Shapes that blocks stream; the same as a mixed layer, whose kernels ask each matrix."""
     rng, form, (d, width) = np.random.default_rng(11), FORMS[name], shape
