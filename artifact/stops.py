@@ -1,4 +1,4 @@
-"""Owns stop signals: the first becomes one exception, where that is safe; later ones do nothing.
+"""Stop signals: the first becomes one exception, where that is safe; later ones do nothing.
 
 SIGINT, SIGTERM and SIGHUP stop a command. Python runs a signal handler between any two steps of the
 main thread, and an exception raised there may leave a lock held for ever, release one that is not
@@ -198,9 +198,9 @@ class held:  # used as a block, like suppress
 
 
 def stop_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """The stop that is under way while ``error`` came; None where nobody has stopped the command.
+    """The stop that was under way when ``error`` came; None without a stop signal.
 
-    What fails during a stop may only follow from it, and is no reason to give up work.
+    What fails during a stop may only follow from it; it is not a reason to discard work.
     """
     seen: BaseException | None = error
     while seen is not None:

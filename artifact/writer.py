@@ -285,7 +285,7 @@ class PartialFile:
             os.fsync(self.fd)
             os.close(
                 os.dup(self.fd)
-            )  # some file systems tell of a lost write at a close; we stay open
+            )  # some file systems report a lost write at a close; we stay open
 
     def close(self) -> None:
         """Release the lock; the file stays. A failing close loses nothing that was synced."""

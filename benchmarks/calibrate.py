@@ -1,4 +1,4 @@
-"""Owns the question what a calibration takes: memory and bytes of a layer of true Flash shape.
+"""Measure what a calibration takes: memory and bytes of a layer of true Flash shape.
 
 ``python -m benchmarks.calibrate`` writes a random artifact of one layer (about 3.7 GB; its
 vocabulary is cut) and calibrates it in processes of their own: with all of it in memory, as an

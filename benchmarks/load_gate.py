@@ -112,7 +112,7 @@ def trial(gate: LoadTime, path: Path, threads: int) -> Check:
 def explained(check: Check) -> str:
     """One line a trial: outcome, and the slowdown that each kind of load was found to have."""
     arms = check.figures.get("arms", {})
-    told = [
+    described = [
         f"{name} {arm['outcome']} of {arm['pairs']} ("
         + ", ".join(
             f"{key.removesuffix('_s')} {each['low']:.2f}-{each['high']:.2f}"
@@ -122,7 +122,7 @@ def explained(check: Check) -> str:
         for name, arm in arms.items()
     ]
     others = [failure.line() for failure in check.failures if "load time to" not in failure.message]
-    return "; ".join([str(check.figures.get("outcome", "error")), *told, *others])
+    return "; ".join([str(check.figures.get("outcome", "error")), *described, *others])
 
 
 def main() -> None:

@@ -96,8 +96,8 @@ class BudgetPlan:
         losses = np.where(np.isfinite(losses), losses, 0)  # parts that are not there
         return {
             "border": {
-                "last": self._told(self.spent.last_step),
-                "next": self._told(self.spent.next_step),
+                "last": self._step_document(self.spent.last_step),
+                "next": self._step_document(self.spent.next_step),
             },
             "target": {"bpw": self.target.bpw, "bytes": self.target.nbytes},
             "bpw_experts": self.bpw,
@@ -127,7 +127,7 @@ class BudgetPlan:
         counts = np.bincount(self.grid.codes[layer, :, part][there], minlength=len(WORDS))
         return {WORDS[code]: int(counts[code]) for code in np.flatnonzero(counts)}
 
-    def _told(self, step: Step | None) -> dict[str, Any] | None:
+    def _step_document(self, step: Step | None) -> dict[str, Any] | None:
         if step is None:
             return None
         layer, part = divmod(step.group, len(PARTS))

@@ -1,4 +1,4 @@
-"""Owns calibration: texts through a model, an imatrix out. ``layerwise.py`` runs the model.
+"""Calibration: texts through a model, an imatrix out. ``layerwise.py`` runs the model.
 
 A text is cut into windows of BOS and as much of it as fits (``text/corpus.py``). Each window goes
 through the model by itself, and each of its positions counts, BOS too: a model in use sees it too.

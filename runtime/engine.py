@@ -65,7 +65,7 @@ class Engine:
     Attributes
     ----------
     batch_tokens : as given
-    notes : what a user should be told of loading and of experts, one line each; may grow
+    notes : lines for the user about loading and experts; may grow
     load_s : seconds that loading took, by what they went into; "first_kernel" is that of the first
         step through the first layer, when compiled code is loaded
     """

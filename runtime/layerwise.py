@@ -1,4 +1,4 @@
-"""Owns calibration layer by layer: all tokens through one layer, then through the next.
+"""Calibration layer by layer: all tokens through one layer, then through the next.
 
 Between layers the hidden states of all tokens wait on disk (``rows.py``). So memory holds the
 weights of one layer, every weight is read once, and the statistics are those of a model that is in
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
     ----------
     expert_bytes : of experts that are in memory at a time
     disk_bytes : of temporary files
-    notes : what a user should be told, one line each
+    notes : lines for the user
     """
 
     expert_bytes: int
@@ -73,7 +73,7 @@ def plan_layers(reader: Reader, config: ModelConfig, tokens: int, asked: Budget 
     Parameters
     ----------
     asked : bytes of experts that may be in memory; "auto": what memory leaves; None: as "auto", and
-        a whole layer's where the free memory cannot be told
+        a whole layer's where the free memory is unknown
 
     Raises
     ------
@@ -348,7 +348,7 @@ def _groups(records: Sequence[Record], most_bytes: int) -> list[list[int]]:
 
 
 def _dense_bytes(reader: Reader, expert_bytes: Sequence[int]) -> list[int]:
-    """By layer, the bytes of all that is no routed expert."""
+    """Bytes of each layer without its routed experts."""
     by_layer = [-nbytes for nbytes in expert_bytes]
     for name, entry in reader.tensors.items():
         kind, number, *_ = [*name.split("."), ""]

@@ -1,4 +1,4 @@
-"""Owns rows of float32 in nameless temporary files: what is too large to be held in memory.
+"""Rows of float32 in nameless temporary files, for what is too large for memory.
 
 The file has no name from the beginning, so that nothing is left of it, however the process ends.
 """

@@ -114,7 +114,7 @@ def replay(
             "owned": header.owned,
             "warm_start": header.warm_start,
             "limits": header.limits,
-            "counters": own.told(),
+            "counters": own.counted(),
         },
         "replays": [row.document(sum(header.slot_bytes), tokens) for row in rows],
     }
@@ -242,8 +242,8 @@ def _print(document: dict[str, Any]) -> None:
         f"{_of_rank(run['owned'], run['experts'])}, reproduced exactly"
     )
     for phase, counts in run["counters"].items():
-        told = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in counts.items())
-        common.line(f"  {phase}: {told}")
+        counted = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in counts.items())
+        common.line(f"  {phase}: {counted}")
     rows = [_shown(row) for row in document["replays"]]
     shown: list[Sequence[str] | None] = []
     for before, row in zip([rows[0], *rows], rows, strict=False):

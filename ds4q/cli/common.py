@@ -74,7 +74,7 @@ def visible(text: str) -> str:
 
 
 def say(text: str, *, style: Callable[[str], str] = str, newline: bool = True) -> None:
-    """Write one line to stderr; a stderr that is gone or full is no reason to fail.
+    """Write one line to stderr; a stderr that is gone or full does not fail the job.
 
     Parameters
     ----------
@@ -454,7 +454,7 @@ def print_table(
     left: Collection[str] | None = None,
     styles: Mapping[str, str] | None = None,
 ) -> None:
-    """Print a table on stdout: as wide as it needs where nobody watches, without escapes.
+    """Print a table on stdout: as wide as it needs outside a terminal, without escapes.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Owns whether a model fits on a device, and taking its memory. Plans no place."""
+"""Whether a model fits on a device, and allocating its memory; placement is planned elsewhere."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_room(
 
     Returns
     -------
-    what a user should be told: that memory could not be checked
+    a line for the user where memory could not be checked
 
     Raises
     ------

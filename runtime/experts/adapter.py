@@ -179,7 +179,7 @@ class Adapter:
 
         Returns
         -------
-        what a user should be told, one line each: that the model could not be compared, since the
+        lines for the user: that the model could not be compared, since the
         file is of an earlier version, which names an artifact or nothing
 
         Raises

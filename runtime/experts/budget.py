@@ -1,4 +1,4 @@
-"""Owns how much memory a model and its expert cache may take. Allocates nothing.
+"""How much memory a model and its expert cache may take. Allocates nothing.
 
 What is free is the least of what the host has available and what each memory control group above
 this process has left. A bound that cannot be read is never guessed: an automatic cache asks the
@@ -68,7 +68,7 @@ def grant(
 
     Raises
     ------
-    CacheError : memory is too small, or "auto" where the free bytes cannot be told. The remedy is
+    CacheError : memory is too small, or "auto" where the free bytes are unknown. The remedy is
         always one that works: it names sizes only where one of them would be granted.
     """
     if asked == "auto":

@@ -43,7 +43,7 @@ class Identity(NamedTuple):
     source: str
 
     def same_model(self, other: Identity) -> bool | None:
-        """Whether both are of one checkpoint, however it is packed; None: that cannot be told."""
+        """Whether both are of one checkpoint, however it is packed; None: unknown."""
         if self.source and other.source:
             return self.source == other.source
         return True if self.artifact == other.artifact else None

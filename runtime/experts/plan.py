@@ -66,7 +66,7 @@ def plan_slots(
     ----------
     owned : experts of a layer that this rank holds
     needed : bytes that everything but the slots will take
-    available : bytes that are free; raises ``CacheError`` where they cannot be told
+    available : bytes that are free; raises ``CacheError`` where they are unknown
     advice : more may be free than that, as on integrated GPUs; see ``grant``
 
     Raises
@@ -130,11 +130,11 @@ def check_resident(
     Parameters
     ----------
     needed : bytes, by what they are for
-    available : bytes that are free; raises ``CacheError`` where they cannot be told
+    available : bytes that are free; raises ``CacheError`` where they are unknown
 
     Returns
     -------
-    what a user should be told: that memory could not be checked
+    a line for the user where memory could not be checked
 
     Raises
     ------

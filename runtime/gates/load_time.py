@@ -184,12 +184,12 @@ class LoadTime:
         judge_reads(check, front, arms, warm)
         self._judge_outcomes(bench, arms, baseline)
         off = arms[0].figures()
-        told = {arm.name: arm.figures() for arm in arms}
+        figures_of = {arm.name: arm.figures() for arm in arms}
         for arm in arms:
-            told[arm.name]["reads_of_experts"] = int(front.of_experts(arm.reads).sum())
+            figures_of[arm.name]["reads_of_experts"] = int(front.of_experts(arm.reads).sum())
         check.figures |= {name: off[name] for name in ("ratio", "seconds", "bytes")}
         check.figures |= {"runs": self.runs, "cold": bench.cold, "device": where.device}
-        check.figures["arms"] = told
+        check.figures["arms"] = figures_of
         if not bench.cold:
             check.notes.append(
                 "the file stayed in the page cache (in use, or in memory only): loads were warm"
@@ -197,7 +197,7 @@ class LoadTime:
         state = state | {"cold": bench.cold}
         if baseline is not None:
             baseline.check_state(state)
-            _judge_counts(check, baseline, told)
+            _judge_counts(check, baseline, figures_of)
             baseline.check_ids(check, ids)
         self._judge_seconds(check, arms, bench.cold)
         self._report_outcomes(check, arms, baseline)
@@ -351,12 +351,12 @@ def _sha256(path: str | os.PathLike[str]) -> str | None:
     return None if found is None else found[1].sha256
 
 
-def _judge_counts(check: Check, baseline: Baseline, told: Mapping[str, Any]) -> None:
+def _judge_counts(check: Check, baseline: Baseline, figures_of: Mapping[str, Any]) -> None:
     for name, before in baseline.arms.items():
         for count, wanted in (("reads", before.reads), ("bytes", before.bytes)):
-            if told[name][count] != wanted:
+            if figures_of[name][count] != wanted:
                 said = f"{name}: {count} of a load are not the baseline's"
-                check.fail(Failure(said, expected=wanted, found=told[name][count]))
+                check.fail(Failure(said, expected=wanted, found=figures_of[name][count]))
 
 
 def _note_share(check: Check, arms: Sequence[Arm], so: str) -> None:

@@ -115,7 +115,7 @@ class Guard:
         return scheme.lower() == "bearer" and matches
 
     def _foreign(self, method: str, headers: Headers) -> Refusal | None:
-        """Refuse what a browser sends for a page of another site: nobody is asked for a key.
+        """Refuse what a browser sends for a page of another site, before any key is asked for.
 
         A browser sends no Origin with a GET for an image or a script, but Sec-Fetch-Site. A user
         may still follow a link to here: what is shown as a page is out of the other page's reach.
