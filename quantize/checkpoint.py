@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,8 +32,17 @@ from ds4q.quantize.errors import (
     JsonFileError,
     MissingFileError,
     SourceReadError,
+    UnfinishedFileError,
 )
-from ds4q.quantize.index import INDEX, SUFFIX, parse_index
+from ds4q.quantize.index import (
+    INDEX,
+    SUFFIX,
+    UNFINISHED,
+    absent_of_many,
+    like,
+    parse_index,
+    shard_names,
+)
 from ds4q.quantize.safetensors import (
     MAX_NESTING,
     Entry,
@@ -53,8 +61,6 @@ PREFIX = "model."
 MAX_TEXT_BYTES = 256 << 20  # of config, tokenizer, index: what an artifact's metadata may hold
 MAX_READ_BYTES = 1 << 30  # of one system call; Linux stops short of 2 GiB
 GATE_SUFFIX = "ffn.gate.weight"
-
-_OF_MANY = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$", re.ASCII)
 
 U8 = npt.NDArray[np.uint8]
 
@@ -180,19 +186,22 @@ class Checkpoint:
 
     def _open_folder(self, allow_partial: bool) -> None:
         try:
-            present = sorted(name for name in os.listdir(self.folder) if name.endswith(SUFFIX))
+            names = os.listdir(self.folder)
         except OSError as error:
             raise SourceReadError(
                 f"folder cannot be listed: {error.strerror}", path=self.folder
             ) from error
+        present = shard_names(names)
         raw_index = read_text(self.folder / INDEX)
         if raw_index is None:
             if not present:
-                raise MissingFileError(f"no {SUFFIX} file in the folder", path=self.folder)
-            absent = _absent_of_many(present)
+                what = f"no {SUFFIX} file in the folder{like(names, SUFFIX)}"
+                raise MissingFileError(what, path=self.folder)
+            absent = absent_of_many(present)
             if absent and not allow_partial:
+                found = f"{len(absent)} absent{like(names, absent[0])}"
                 raise MissingFileError(
-                    "shard is missing", path=self.folder / absent[0], found=f"{len(absent)} absent"
+                    "shard is missing", path=self.folder / absent[0], found=found
                 )
             self.warnings += [f"shard {name} is absent" for name in absent]
             self._add_shards(present)
@@ -211,7 +220,7 @@ class Checkpoint:
                     "the index names a shard that is not there",
                     path=self.folder / name,
                     tensor=lost[0],
-                    found=f"{len(lost)} tensors without their shard",
+                    found=f"{len(lost)} tensors without their shard{like(names, name)}",
                     remedy="download the shard",
                 )
         self._add_shards(named, weight_map)
@@ -241,6 +250,9 @@ class Checkpoint:
                         path=self.shards[shard].path,
                         tensor=entry.name,
                         found=f"{twin.raw_name} in {twin.shard}",
+                        remedy=None
+                        if twin.shard == shard
+                        else "keep one copy of each tensor: move one of the two files away",
                     )
         self.tensors = dict(sorted(found.items()))
         lost = elsewhere - {tensor.raw_name for tensor in found.values()}
@@ -421,17 +433,34 @@ class Checkpoint:
 
 
 def _open(path: Path) -> int | None:
-    """A regular file, open for reading; None where it does not exist."""
+    """A regular file, open for reading; None where it does not exist.
+
+    A file that a program is still downloading is refused, though it may have its full length.
+    """
     try:
-        return open_regular(path)
+        fd = open_regular(path)
     except FileNotFoundError:
         if (what := broken_link(path)) is not None:
             raise MissingFileError(what, path=path) from None
         return None
-    except NotRegularError:
-        raise FileKindError("not a regular file", path=path) from None
+    except NotRegularError as error:
+        raise FileKindError(
+            "not a regular file",
+            path=path,
+            found=error.found,
+            remedy="put the file itself here, or move this away",
+        ) from None
     except OSError as error:
-        raise SourceReadError(f"open failed: {error.strerror}", path=path) from error
+        raise SourceReadError(
+            f"open failed: {error.strerror}",
+            path=path,
+            remedy="make the file readable, or move it away",
+        ) from error
+    for suffix in UNFINISHED:
+        if os.path.lexists(f"{path}{suffix}"):
+            os.close(fd)
+            raise UnfinishedFileError(path=path, found=f"{path.name}{suffix} beside it")
+    return fd
 
 
 def read_text(path: Path) -> bytes | None:
@@ -465,18 +494,6 @@ def _object(raw: bytes, path: Path) -> dict[str, Any]:
     if nesting(value) > MAX_NESTING:
         raise JsonFileError(f"nested more than {MAX_NESTING} levels deep", path=path)
     return value
-
-
-def _absent_of_many(present: list[str]) -> list[str]:
-    """Names missing from a ``model-00001-of-00048.safetensors`` series."""
-    matches = [(name, _OF_MANY.search(name)) for name in present]
-    series = {(name[: m.start()], m.group(1)) for name, m in matches if m}
-    whole = {
-        f"{stem}-{i:05d}-of-{count}{SUFFIX}"
-        for stem, count in series
-        for i in range(1, int(count) + 1)
-    }
-    return sorted(whole - set(present))
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

@@ -38,6 +38,13 @@ class ChangedSourceError(SourceError):
     cure = "run the command again on files that nothing writes to"
 
 
+class UnfinishedFileError(SourceError):
+    """A downloader has not finished this file; what it lacks may read as zeros."""
+
+    rule = "the download of this file is not finished"
+    cure = "let the downloader finish; if the file is whole, remove what lies beside it"
+
+
 class LfsPointerError(SourceError):
     """A git-lfs pointer stands in place of the file."""
 
@@ -49,7 +56,7 @@ class HeaderLengthError(SourceError):
     """The first eight bytes promise a header that the file cannot hold."""
 
     rule = "bad safetensors header length"
-    cure = "the file is truncated or not safetensors; download it again"
+    cure = "the file is truncated or not safetensors; download it again, or move it away"
 
 
 class HeaderError(SourceError):

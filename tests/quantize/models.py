@@ -169,8 +169,12 @@ def write_shard(path: Path, tensors: Tensors) -> None:
             "data_offsets": [at, end],
         }
         at = end
+    write_raw(path, header, b"".join(tensor.data for tensor in tensors.values()))
+
+
+def write_raw(path: Path, header: Mapping[str, Any], data: bytes) -> None:
+    """One safetensors file with a header of any content."""
     text = json.dumps(header).encode()
-    data = b"".join(tensor.data for tensor in tensors.values())
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
