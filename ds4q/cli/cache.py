@@ -114,7 +114,7 @@ def replay(
             "owned": header.owned,
             "warm_start": header.warm_start,
             "limits": header.limits,
-            "counters": own.counted(),
+            "counters": own.told(),
         },
         "replays": [row.document(sum(header.slot_bytes), tokens) for row in rows],
     }
