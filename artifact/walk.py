@@ -8,7 +8,7 @@ file order, whatever the number of threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import (
     FIRST_EXCEPTION,
     CancelledError,
@@ -25,7 +25,7 @@ import xxhash
 
 from ds4q.artifact.codings import Codings
 from ds4q.artifact.digest import sha256_stream
-from ds4q.artifact.errors import ArtifactError
+from ds4q.artifact.errors import ArtifactError, PayloadValueError
 from ds4q.artifact.formats import Codec
 from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.readahead import Range, ReadAhead
@@ -190,8 +190,8 @@ def _look_at(
 
 
 class _Legal:
-    def __init__(self, codec: Codec, entry: TensorEntry, k: int) -> None:
-        self._codec, self._entry, self._k = codec, entry, k
+    def __init__(self, codec: Codec, entry: TensorEntry, k: int, below: int | None) -> None:
+        self._codec, self._entry, self._k, self._below = codec, entry, k, below
         self._failures: list[Failure] = []
 
     def rows(self, first: int, count: int, packed: U8) -> None:
@@ -199,23 +199,39 @@ class _Legal:
             return
         try:
             self._codec.validate(packed, (count, self._k), first_row=first, tensor=self._entry.name)
+            if self._below is not None:
+                self._check_ids(first, packed.view("<u4"), self._below)
         except ArtifactError as error:
             located = error.located(tensor=self._entry.name)
             self._failures.append(Failure.of(located, located.what))
+
+    def _check_ids(self, first: int, ids: npt.NDArray[np.uint32], below: int) -> None:
+        at = int(np.argmax(ids))
+        if ids[at] >= below:
+            raise PayloadValueError(
+                "id out of range",
+                expected=f"0..{below - 1}",
+                found=f"{ids[at]} at row {first + at // self._k}, column {at % self._k}",
+            )
 
     def done(self) -> list[Failure]:
         return self._failures
 
 
 class LegalBytes:
-    """Every byte is one that its type allows: row headers, scales, finite numbers."""
+    """Every byte is one that its type allows: row headers, scales, finite numbers.
 
-    def __init__(self, check: Check, codings: Codings) -> None:
+    ``ids_below`` bounds the ids of some tensors of type TidI32, by name.
+    """
+
+    def __init__(self, check: Check, codings: Codings, ids_below: Mapping[str, int]) -> None:
         self.check = check
         self._codings = codings
+        self._ids_below = ids_below
 
     def begin(self, entry: TensorEntry, rows: int, k: int) -> TensorVisitor | None:
-        return _Legal(self._codings.codec(entry), entry, k)
+        below = self._ids_below.get(entry.name)
+        return _Legal(self._codings.codec(entry), entry, k, below)
 
 
 class _Digest:

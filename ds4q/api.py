@@ -29,15 +29,14 @@ from ds4q.quantize.audit import Audit, audit
 from ds4q.quantize.checkpoint import Checkpoint
 from ds4q.quantize.choose import Wish, choose
 from ds4q.quantize.compare import Demands, SourceComparison
-from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import SourceError
 from ds4q.quantize.export import export as export  # one of the functions of this module
 from ds4q.quantize.imatrix import Imatrix, read_imatrix
-from ds4q.quantize.inventory import check_inventory
-from ds4q.quantize.job import Job, SpaceError, Summary
+from ds4q.quantize.inventory import check_inventory, ids_below
+from ds4q.quantize.job import Job, SpaceError, Summary, left_over
 from ds4q.quantize.measure import ErrorSums
 from ds4q.quantize.outputs import OutputPlaceError
-from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan, sidecar_path
+from ds4q.quantize.plan import DraftChoice, Options, Plan, make_plan
 from ds4q.quantize.recipe import Recipe, find_recipe
 
 if TYPE_CHECKING:
@@ -138,22 +137,24 @@ def quantize(
         )
         plan = plan_for(choice.recipe)
         odd = [] if weights is None else weights.warnings
-        for warning in (*audited.warnings, *odd, *plan.warnings, *_left_over(plan)):
+        given = [*audited.warnings, *odd, *plan.warnings, *left_over(plan)]
+        for warning in given:
             warn(warning)
         inputs = imatrix, recipe if wish.is_file else None
         read = tuple(Path(each) for each in inputs if each is not None)
         job = Job(checkpoint, audited, plan, choice.budget, read, resume=resume, force=force)
-        finished = job.finished_earlier(progress)
-        if finished is not None:
-            return finished
-        _preflight(job, warn if dry_run else None)
-        if dry_run:
-            return Summary(plan, choice.budget, seconds=time.perf_counter() - begin)
-        with progress("quantize", plan.payload_bytes) as advance:
-            return job.run(threads, advance)
+        summary = job.finished_earlier(progress)
+        if summary is None:
+            given += _preflight(job, warn if dry_run else None)
+            if dry_run:
+                summary = Summary(plan, choice.budget, seconds=time.perf_counter() - begin)
+            else:
+                with progress("quantize", plan.payload_bytes) as advance:
+                    summary = job.run(threads, advance)
+        return replace(summary, warnings=tuple(given))
 
 
-def _preflight(job: Job, warn: Callable[[str], None] | None) -> None:
+def _preflight(job: Job, warn: Callable[[str], None] | None) -> list[str]:
     """Check the output before work; with ``warn``, too little space is only a warning."""
     try:
         job.preflight()
@@ -161,6 +162,8 @@ def _preflight(job: Job, warn: Callable[[str], None] | None) -> None:
         if warn is None:
             raise
         warn(str(error))
+        return [str(error)]
+    return []
 
 
 def _check_name(out: str) -> None:
@@ -176,18 +179,6 @@ def _imatrix(
     if path is None:
         return None
     return read_imatrix(path, dims=audited.dims, fingerprint=checkpoint.fingerprint())
-
-
-def _left_over(plan: Plan) -> list[str]:
-    """Draft files of an earlier job that this one will not write anew."""
-    trunk, *sidecars = (output.path for output in plan.outputs)
-    parts: tuple[Part, ...] = ("dspark", "mtp")
-    old = [sidecar_path(trunk, part) for part in parts]
-    return [
-        f"{path} is there from an earlier job and stays as it is"
-        for path in old
-        if path.exists() and path not in sidecars
-    ]
 
 
 @dataclass(slots=True)
@@ -331,7 +322,7 @@ def _verify_payload(
     """The checks that need the tensors' bytes: all in one pass over the file."""
     codings = Codings.of(reader)
     with report.check("payload") as payload:
-        visitors: list[Visitor] = [LegalBytes(payload, codings)]
+        visitors: list[Visitor] = [LegalBytes(payload, codings, ids_below(reader))]
     digests = _receipt_digests(report, reader, ground.receipt)
     if digests is not None:
         visitors.append(digests)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from ds4q.artifact.check import check_structure, own_metadata
 from ds4q.artifact.hfq import ARCH_DEEPSEEK4, Reader
 from ds4q.artifact.report import Check, Failure
-from ds4q.artifact.types import RAW
+from ds4q.artifact.types import RAW, TIDI32, TYPES
 from ds4q.quantize.config import check_config, check_generation
-from ds4q.quantize.deepseek4 import Inventory, find_draft
+from ds4q.quantize.deepseek4 import Inventory, Storage, find_draft
 from ds4q.quantize.errors import SourceError
 
 # What the metadata holds beside the config; each may be absent or null.
@@ -62,10 +62,16 @@ def check_inventory(reader: Reader, check: Check) -> None:
     weights = [entry for entry in reader.tensors.values() if entry.type_id != RAW.id]
     for entry in weights:
         try:
-            shape = inventory.expected(entry.name, reader.path).shape
+            expected = inventory.expected(entry.name, reader.path)
         except SourceError as error:
             check.fail_with(error)
             continue
+        shape = expected.shape
+        holds_ids = expected.storage is Storage.INTEGER
+        if holds_ids != (entry.type_id == TIDI32.id):
+            what = "numbers where ids belong" if holds_ids else "ids where numbers belong"
+            found = TYPES[entry.type_id].name if entry.type_id in TYPES else str(entry.type_id)
+            check.fail(Failure(what, tensor=entry.name, found=found))
         agree = len(shape) == len(entry.shape) and all(
             want in (None, found) for want, found in zip(shape, entry.shape, strict=True)
         )
@@ -86,6 +92,16 @@ def check_inventory(reader: Reader, check: Check) -> None:
             if not partial:
                 check.fail(Failure("tensor is missing", tensor=name))
     check.figures |= {"tensors": len(reader.tensors), "missing": missing, "partial": partial}
+
+
+def ids_below(reader: Reader) -> dict[str, int]:
+    """By the name of each hash routing table the number of experts: its ids must be below that."""
+    config = reader.metadata.get("config")
+    experts = config.get("n_routed_experts") if isinstance(config, dict) else None
+    if type(experts) is not int:
+        return {}
+    tables = (entry for entry in reader.tensors.values() if entry.type_id == TIDI32.id)
+    return {entry.name: experts for entry in tables}
 
 
 def _check_metadata(reader: Reader, check: Check) -> None:

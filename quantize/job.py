@@ -26,8 +26,10 @@ from ds4q.artifact.writer import PartialFile
 from ds4q.quantize.audit import Audit
 from ds4q.quantize.checkpoint import CONFIG, OBJECTS, TEXTS, Checkpoint
 from ds4q.quantize.convert import Events
+from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import JobError, SaturationError
 from ds4q.quantize.finished import DamagedOutputError, planned_receipts, whole_receipts
+from ds4q.quantize.generation import not_applied
 from ds4q.quantize.index import INDEX
 from ds4q.quantize.journal import Earlier, Journal, JournalError, check_identity, read_journal
 from ds4q.quantize.outputs import (
@@ -39,7 +41,7 @@ from ds4q.quantize.outputs import (
     standing,
 )
 from ds4q.quantize.pipeline import Packed, Pipeline, seal, source_digest
-from ds4q.quantize.plan import Output, Plan
+from ds4q.quantize.plan import Output, Plan, sidecar_path
 
 if TYPE_CHECKING:
     from ds4q.quantize.budget import BudgetPlan
@@ -66,6 +68,7 @@ class Summary:
     seconds: float = 0.0
     resumed_bytes: int = 0
     already_done: bool = False
+    warnings: tuple[str, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """The JSON document; keys of the trunk at the top, sidecars in a list."""
@@ -76,6 +79,7 @@ class Summary:
         for receipt in self.receipts:
             for tensor in receipt.tensors:
                 events.add(Events.of(tensor.events))
+        generation = self.plan.trunk.metadata["generation_config"] or {}
         return (
             parts[0]
             | {
@@ -89,10 +93,23 @@ class Summary:
                 "events": events.document(),
                 "resumed_bytes": self.resumed_bytes,
                 "already_done": self.already_done,
-                "warnings": list(self.plan.warnings),
+                "sampling": {"not_applied": not_applied(generation)},
+                "warnings": list(self.warnings),
             }
             | ({} if self.budget is None else {"budget": self.budget.report()})
         )
+
+
+def left_over(plan: Plan) -> list[str]:
+    """Draft files of an earlier job that this one will not write anew."""
+    trunk, *sidecars = (output.path for output in plan.outputs)
+    parts: tuple[Part, ...] = ("dspark", "mtp")
+    old = [sidecar_path(trunk, part) for part in parts]
+    return [
+        f"{path} is there from an earlier job and stays as it is"
+        for path in old
+        if path.exists() and path not in sidecars
+    ]
 
 
 def _describe(output: Output) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ds4q.artifact.check import check_structure
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.report import Check
-from ds4q.artifact.types import HFP4G32
+from ds4q.artifact.types import F32, HFP4G32, TIDI32, TensorType
 from ds4q.quantize.export import export
 from ds4q.quantize.inventory import check_inventory
 from ds4q.runtime.engine import Engine
@@ -58,10 +58,15 @@ def metadata(**changes: Any) -> Callable[[File], File]:
 
 def expert(**changes: Any) -> Callable[[File], File]:
     """Change the first expert's entry."""
+    return entry(HFP4G32, **changes)
+
+
+def entry(kind: TensorType, **changes: Any) -> Callable[[File], File]:
+    """Change the first entry of a type."""
 
     def change(file: File) -> File:
         tensors = list(file.tensors)
-        at = next(i for i, t in enumerate(tensors) if t.type_id == HFP4G32.id)
+        at = next(i for i, t in enumerate(tensors) if t.type_id == kind.id)
         if "drop" in changes:
             del tensors[at]
         elif "payload" in changes:
@@ -100,13 +105,29 @@ FAULTS: dict[str, Callable[[File], File]] = {
     "group-size-differs": expert(group_size=256),
     "row-header": expert(payload=(9, 1)),
     "nan-scale": expert(payload=(16, 255)),
+    "route-beyond-the-experts": entry(TIDI32, payload=(0, 16)),
+    "route-far-beyond-the-experts": entry(TIDI32, payload=(3, 128)),
+    "routes-of-another-type": entry(TIDI32, type_id=F32.id),
+    "norm-of-ids": lambda file: file.but(
+        tensors=[
+            replace(t, type_id=TIDI32.id, payload=bytes(4 * t.shape[0]))
+            if t.name == "norm.weight"
+            else t
+            for t in file.tensors
+        ]
+    ),
     "no-config": metadata(config=None),
     "other-model": metadata(config={"model_type": "llama"}),
     "tokenizer-not-text": metadata(tokenizer={"model": {}}),
     "generation-config-not-an-object": metadata(generation_config=[1]),
     "tokenizer-config-not-an-object": metadata(tokenizer_config="x"),
 }
-IN_PAYLOADS = ("row-header", "nan-scale")  # which inspect does not read
+IN_PAYLOADS = (
+    "row-header",
+    "nan-scale",
+    "route-beyond-the-experts",
+    "route-far-beyond-the-experts",
+)  # which inspect does not read
 
 
 def _verdicts(path: Path, out: Path) -> dict[str, bool]:

@@ -19,7 +19,7 @@ from ds4q.artifact.types import ROCMFP2, ROCMFP6
 from ds4q.artifact.walk import LegalBytes, ReceiptDigests, TensorVisitor, Visitor, walk
 from ds4q.quantize.export.plan import U8, ExportError, ExportPlan, Move
 from ds4q.quantize.export.staging import Staging, check_place
-from ds4q.quantize.inventory import fault_line, first_fault
+from ds4q.quantize.inventory import fault_line, first_fault, ids_below
 
 Format = Literal["safetensors", "gguf"]
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -136,7 +136,7 @@ def _pass_over(
 ) -> list[str]:
     """Read every payload once, check it and write it; returns warnings."""
     checks = [Check("payload"), Check("receipt"), Check("export")]
-    visitors: list[Visitor] = [LegalBytes(checks[0], Codings.of(reader))]
+    visitors: list[Visitor] = [LegalBytes(checks[0], Codings.of(reader), ids_below(reader))]
     receipt = find_receipt(reader)
     if receipt is not None:
         digests = ReceiptDigests(checks[1], receipt[1])

@@ -55,6 +55,8 @@ ELSEWHERE = {
     "other-model": "../test_verdicts.py::test_every_command_refuses_a_fault",
     "strange-tensor": "../test_verdicts.py::test_every_command_refuses_a_fault",
     "missing-tensor": "../test_verdicts.py::test_every_command_refuses_a_fault",
+    "route-out-of-range": "../test_verdicts.py::test_every_command_refuses_a_fault",
+    "ids-and-numbers": "../test_verdicts.py::test_every_command_refuses_a_fault",
     "metadata-kind": "../test_verdicts.py::test_every_command_refuses_a_fault",
     "own-digests": "test_hfq.py::test_every_flipped_bit_of_header_metadata_and_index_is_refused",
 }

@@ -189,7 +189,7 @@ def test_closed_gate_lets_nobody_wait_and_stops_the_hash() -> None:
 def legal(tmp_path: Path, tensors: tuple[Tensor, ...]) -> list[str]:
     path = File(tensors).write(tmp_path)
     with Reader(path) as reader:
-        visitor = LegalBytes(Check("payload"), Codings.of(reader))
+        visitor = LegalBytes(Check("payload"), Codings.of(reader), {})
     run(path, visitor)
     return visitor.check.lines()
 

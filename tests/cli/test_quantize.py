@@ -127,6 +127,22 @@ def test_warnings_go_to_stderr_and_quiet_keeps_them(source: Path, folder: Path) 
     assert "ds4q: " not in result.stdout
 
 
+@pytest.mark.parametrize("more", [("--dry-run",), (), ("--resume",)], ids=["dry", "run", "resumed"])
+def test_the_document_holds_every_warning_and_what_is_not_applied(
+    source: Path, folder: Path, more: tuple[str, ...]
+) -> None:
+    model = Path(shutil.copytree(source, folder / "model"))
+    (model / "generation_config.json").write_text('{"top_k": 50, "do_sample": true}')
+    words = (model, "-o", folder / "x.hfq", "--allow-partial", "-q", "--json")
+    if more == ("--resume",):
+        quantize(*words)
+    result = quantize(*words, *more)
+    document = json.loads(result.stdout)
+    assert document["sampling"] == {"not_applied": ["top_k 50"]}
+    assert "generation_config settings are not applied: top_k 50" in document["warnings"]
+    assert [f"ds4q: warning: {text}" for text in document["warnings"]] == result.stderr.splitlines()
+
+
 def test_a_finished_job_says_so(source: Path, folder: Path) -> None:
     words = (source, "-o", folder / "x.hfq", "--allow-partial")
     quantize(*words)
