@@ -92,7 +92,7 @@ def look_up(repo: str, revision: str | None) -> HubRepo:
     try:
         document = json.loads(raw)
         commit, siblings = document.get("sha"), document.get("siblings") or []
-        known = {each["rfilename"]: each for each in siblings}
+        known = {_name(each["rfilename"]): each for each in siblings}
         sizes = {name: _size(each.get("size")) for name, each in known.items()}
         digests = {name: _digest(each.get("lfs")) for name, each in known.items()}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -109,6 +109,12 @@ def look_up(repo: str, revision: str | None) -> HubRepo:
         if name.isprintable()
     }
     return HubRepo(repo, commit, files, headers)
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError("not a name")
 
 
 def _size(value: Any) -> int | None:

@@ -1,11 +1,13 @@
 """Mutated files of every kind that ds4q reads: each is read or refused by name, soon, in bounds.
 
-A reader may raise ``Ds4qError`` or ``OSError`` and nothing else. Digests are put right again behind
-a mutation where a format has its own, so that mutations reach what lies behind the digest.
+A reader may raise ``Ds4qError`` or ``OSError`` and nothing else. What reads a server's answer may
+also ask for another try, what reads a client's request may refuse it. Digests are put right again
+behind a mutation where a format has its own, so that mutations reach what lies behind the digest.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -17,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import xxhash
@@ -26,6 +30,7 @@ from click.testing import CliRunner
 from ds4q import api
 from ds4q.artifact.check import check_structure
 from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.files import claim
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import read_receipt, receipt_path
 from ds4q.artifact.report import Check
@@ -35,8 +40,12 @@ from ds4q.quantize.grid import ExpertDims
 from ds4q.quantize.imatrix import read_imatrix
 from ds4q.quantize.inventory import check_inventory
 from ds4q.quantize.journal import read_journal
+from ds4q.quantize.outputs import is_plan
 from ds4q.quantize.rules import load_recipe
+from ds4q.registry import hub
+from ds4q.registry.document import read_whole
 from ds4q.registry.entries import read_document
+from ds4q.registry.remote import TryAgain
 from ds4q.runtime.config import parse_config
 from ds4q.runtime.experts.adapter import read_adapter
 from ds4q.runtime.experts.profile import read_profile
@@ -44,9 +53,12 @@ from ds4q.runtime.experts.trace import read_trace
 from ds4q.runtime.gates import baseline as baselines
 from ds4q.runtime.gates import prompts
 from ds4q.runtime.gates.quotient import Series
+from ds4q.runtime.serve.refusal import Refusal
 from ds4q.runtime.text.tokenizer import Tokenizer
 from tests.artifact.build import File, Tensor
 from tests.quantize.imatrix import files as imatrices
+from tests.runtime.serve.served import MODEL
+from tests.wired import App, Wired, wired_app
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +72,10 @@ MOST_GROWTH_KIB = 400 << 10
 ODD = [
     b"0", b"-1", b"1e400", b"NaN", b"null", b"true", b"[]", b"{}", b'""', b"1.5",
     b"18446744073709551616", b"2147483647", b'"\\ud800"', b"[" * 400,
+]  # fmt: skip
+ODD_VALUES: list[Any] = [
+    None, True, 0, -1, 1.5, 1e308, 2**31, 2**63, "", "\ud83d", "\0", "x" * 5000, [], {}, [[]],
+    {"a": {}}, ["a"] * 50, "user", "tool", "function", "auto",
 ]  # fmt: skip
 _VALUE = re.compile(rb'-?\d+(?:\.\d+)?|"[^"\\]{0,40}"|true|false|null')
 
@@ -92,6 +108,34 @@ def mutate(raw: bytes, rng: random.Random) -> bytes:
     return raw
 
 
+def mutate_json(raw: bytes, rng: random.Random) -> bytes:
+    """As ``mutate``, or one to four values lost, doubled or replaced, and the rest legal JSON."""
+    if rng.random() < 0.3:
+        return mutate(raw, rng)
+    whole = [json.loads(raw)]  # in a list, so that the document itself has a place, too
+    for _ in range(rng.randint(1, 4)):
+        held, key = rng.choice(list(_places(whole)))
+        kind = rng.randrange(6)
+        if kind == 0 and held is not whole:
+            del held[key]
+        elif kind == 1 and isinstance(held, list):
+            held.insert(0, copy.deepcopy(held[key]))
+        elif kind == 2 and isinstance(held, dict):
+            held[rng.choice(("x", "n", "name", "type", "content", "prompt"))] = held.pop(key)
+        else:
+            held[key] = copy.deepcopy(rng.choice(ODD_VALUES))
+    return json.dumps(whole[0]).encode()
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each container of a document with each of its keys."""
+    keys = value if isinstance(value, dict) else range(len(value))
+    for key in list(keys):
+        yield value, key
+        if isinstance(value[key], (dict, list)):
+            yield from _places(value[key])
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of file: its legal bytes, how it is read, how digests are put right, in its folder."""
@@ -100,6 +144,7 @@ class Kind:
     read: Callable[[Path], object]
     name: str = "x"
     seal: Callable[[bytes], bytes] = bytes
+    mutate: Callable[[bytes, random.Random], bytes] = mutate
 
 
 def _invoke(*words: str | Path) -> None:
@@ -170,8 +215,124 @@ def _imatrix(path: Path) -> None:
     read_imatrix(path, dims=None, fingerprint=None)
 
 
+def _plan_report(path: Path) -> None:
+    """Nothing reads a report of a budget but what asks whether it may be replaced."""
+    claim(path, is_plan)
+
+
+RANGE = (
+    b"HTTP/1.1 100 Continue\r\n\r\n"
+    b"HTTP/1.1 206 Partial Content\r\nServer: x/1.0\r\nDate: Tue, 01 Dec 2026 08:00:00 GMT\r\n"
+    b'Content-Type: application/octet-stream\r\nETag: "5f-a"\r\nContent-Encoding: identity\r\n'
+    b"Last-Modified: Tue, 01 Dec 2026 08:00:00 GMT\r\nContent-Range: bytes 0-63/1000\r\n"
+    b"Content-Length: 64\r\nConnection: keep-alive\r\n\r\n" + bytes(range(64))
+)
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTrailer: X-Sum\r\n\r\n"
+    b"5\r\nhello\r\n1a;name=value\r\nabcdefghijklmnopqrstuvwxyz\r\n0\r\nX-Sum: 12\r\n\r\n"
+)
+REDIRECT = (
+    b"HTTP/1.1 302 Found\r\nLocation: http://localhost:80/b.fp4?x=1#y\r\nContent-Length: 0\r\n\r\n"
+)
+FAULTS = (
+    b"HTTP/1.1 503 Busy\r\nRetry-After: 120\r\nX-Error-Message: busy\r\nContent-Length: 0\r\n\r\n"
+)
+HUB = {
+    "sha": "a" * 40,
+    "siblings": [
+        {"rfilename": "a.fp4", "size": 10, "lfs": {"sha256": "b" * 64, "size": 10}},
+        {"rfilename": "README.md", "size": 3, "blobId": "c"},
+    ],
+}
+
+
+def _sent(body: bytes) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+def _lane(*more: bytes) -> Callable[[Path], None]:
+    """Have a lane read the bytes as a server's answer, and ``more`` as those that follow."""
+
+    def read(path: Path) -> None:
+        lane = Wired(path.read_bytes(), *more).lane()
+        try:
+            answer = lane.open(0, 64, "")
+            while answer.read(1 << 16):
+                pass
+        finally:
+            lane.reset()
+
+    return read
+
+
+def _hub(path: Path) -> None:
+    wired = Wired(path.read_bytes())
+    with mock.patch.object(hub, "Remote", return_value=wired):
+        hub.look_up("owner/name", None)
+
+
+def _remote_document(path: Path) -> None:
+    raw = read_whole(Wired(path.read_bytes()), most_bytes=1 << 20, within_s=LONGEST_S)
+    read_document(raw, "a registry")
+
+
+CHAT = {
+    "model": MODEL,
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Wie spät ist es?"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "12"},
+    ],
+    "tools": [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    ],
+    "tool_choice": "auto",
+    "thinking": {"type": "disabled"},
+    "max_tokens": 8,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 7,
+    "stop": ["x"],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "response_format": {"type": "text"},
+}  # fmt: skip
+COMPLETION = {
+    "model": MODEL,
+    "prompt": [1, 5, 9],
+    "max_tokens": 8,
+    "temperature": 0,
+    "seed": 1,
+    "stop": "x",
+    "stream": False,
+    "echo": False,
+    "logprobs": 2,
+}  # fmt: skip
+REQUEST = (
+    b"GET /v1/models/scripted?x=%41 HTTP/1.1\r\nHost: localhost:8000\r\nAccept: */*\r\n"
+    b"Authorization: Bearer abc\r\nOrigin: http://localhost:8000\r\nSec-Fetch-Site: same-origin\r\n"
+    b"Sec-Fetch-Mode: cors\r\nContent-Length: 0\r\nUser-Agent: x\r\nCookie: a=b\r\n\r\n"
+)
+
+
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
+def app() -> Iterator[App]:
+    with wired_app() as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory, app: App) -> dict[str, Kind]:
     folder = tmp_path_factory.mktemp("seeds")
     mix = folder / "mix.hfq"
     api.quantize(TINY, mix, recipe="mix")
@@ -218,6 +379,13 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
             return
         Tokenizer(held, path=path)
 
+    def posted(endpoint: str) -> Callable[[Path], None]:
+        return lambda path: app.post(endpoint, path.read_bytes())
+
+    def requested(path: Path) -> None:
+        app.request(path.read_bytes())
+
+    registry = (DATA.parents[1] / "registry" / "registry.json").read_bytes()
     return {
         "hfq": Kind(mix.read_bytes()[: 1 << 17], _artifact),
         "hfq-foreign": Kind(_foreign(mix), _artifact),
@@ -230,10 +398,13 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
             (TINY / "model.safetensors.index.json").read_bytes(),
             _in_model,
             name="model.safetensors.index.json",
+            mutate=mutate_json,
         ),
-        "config": Kind((TINY / "config.json").read_bytes(), _in_model, name="config.json"),
-        "config-parsed": Kind((TINY / "config.json").read_bytes(), _config),
-        "tokenizer": Kind((TINY / "tokenizer.json").read_bytes(), tokenizer),
+        "config": Kind(
+            (TINY / "config.json").read_bytes(), _in_model, name="config.json", mutate=mutate_json
+        ),
+        "config-parsed": Kind((TINY / "config.json").read_bytes(), _config, mutate=mutate_json),
+        "tokenizer": Kind((TINY / "tokenizer.json").read_bytes(), tokenizer, mutate=mutate_json),
         "recipe": Kind((folder / "budget.hfq.plan.toml").read_bytes(), recipe),
         "imatrix-own": Kind(imatrices.own(imatrices.tensors()), _imatrix),
         "imatrix-gguf": Kind(imatrices.gguf(imatrices.gguf_tensors()), _imatrix),
@@ -241,9 +412,25 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         "trace": Kind(trace.read_bytes(), read_trace),
         "profile": Kind((folder / "profile").read_bytes(), profile),
         "adapter": Kind((folder / "adapter").read_bytes(), read_adapter),
-        "baseline": Kind((folder / "baseline").read_bytes(), baselines.Baseline.read),
+        "baseline": Kind(
+            (folder / "baseline").read_bytes(), baselines.Baseline.read, mutate=mutate_json
+        ),
         "prompts": Kind(lines, read_prompts),
-        "registry": Kind((DATA.parents[1] / "registry" / "registry.json").read_bytes(), document),
+        "registry": Kind(registry, document, mutate=mutate_json),
+        "plan-report": Kind((folder / "budget.hfq.plan.json").read_bytes()[:100], _plan_report),
+        "answer-range": Kind(RANGE, _lane()),
+        "answer-chunked": Kind(CHUNKED, _lane()),
+        "answer-redirect": Kind(REDIRECT, _lane(RANGE)),
+        "answer-busy": Kind(FAULTS, _lane()),
+        "answer-hub": Kind(json.dumps(HUB).encode(), _hub, seal=_sent, mutate=mutate_json),
+        "answer-registry": Kind(registry, _remote_document, seal=_sent, mutate=mutate_json),
+        "request-head": Kind(REQUEST, requested),
+        "request-chat": Kind(
+            json.dumps(CHAT).encode(), posted("/v1/chat/completions"), mutate=mutate_json
+        ),
+        "request-completion": Kind(
+            json.dumps(COMPLETION).encode(), posted("/v1/completions"), mutate=mutate_json
+        ),
     }
 
 
@@ -251,7 +438,10 @@ NAMES = [
     "hfq", "hfq-foreign", "receipt", "receipt-text", "journal", "journal-text", "safetensors",
     "index", "config", "config-parsed", "tokenizer", "recipe", "imatrix-own", "imatrix-gguf",
     "imatrix-legacy", "trace", "profile", "adapter", "baseline", "prompts", "registry",
+    "plan-report", "answer-range", "answer-chunked", "answer-redirect", "answer-busy", "answer-hub",
+    "answer-registry", "request-head", "request-chat", "request-completion",
 ]  # fmt: skip
+NAMED = (Ds4qError, OSError, TryAgain, Refusal)
 
 
 def _place(kind: Kind, folder: Path) -> Path:
@@ -274,13 +464,13 @@ def test_every_mutation_is_read_or_refused_by_name(
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused = 0
     for number in range(EXECUTIONS):
-        raw = kind.seal(mutate(kind.seed, rng))
+        raw = kind.seal(kind.mutate(kind.seed, rng))
         path.unlink(missing_ok=True)
         path.write_bytes(raw)
         begin = time.monotonic()
         try:
             kind.read(path)
-        except (Ds4qError, OSError):
+        except NAMED:
             refused += 1
         except Exception as error:
             error.add_note(f"{name}, mutation {number}: {raw[:200]!r}")
@@ -291,11 +481,11 @@ def test_every_mutation_is_read_or_refused_by_name(
     assert grown_kib < MOST_GROWTH_KIB
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"hfq", "safetensors"}))  # those are cut short
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"hfq", "safetensors", "answer-busy"}))
 def test_an_unmutated_file_is_read(kinds: dict[str, Kind], tmp_path: Path, name: str) -> None:
     kind = kinds[name]
     path = _place(kind, tmp_path)
     raw = kind.seal(kind.seed)
     path.write_bytes(raw)
-    kind.read(path)
+    kind.read(path)  # two of the others are cut short
     assert path.read_bytes() == raw

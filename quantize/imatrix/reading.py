@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact.files import NotRegularError, open_regular
 from ds4q.artifact.places import broken_link
 from ds4q.quantize.config import Dims
 from ds4q.quantize.errors import ImatrixError, ImatrixModelError
@@ -164,18 +164,17 @@ def _parse(fd: int, size_bytes: int, path: Path, dims: Dims | None) -> OwnFile |
 def _opened(path: Path) -> Iterator[tuple[int, _Identity]]:
     """A descriptor of a regular file, and what must not change about it."""
     try:
-        # O_NONBLOCK: a named pipe must not hang the open.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_regular(path)
     except FileNotFoundError:
         raise ImatrixError(
             broken_link(path) or "imatrix is not there",
             path=path,
             remedy="make one with ds4q calibrate",
         ) from None
+    except NotRegularError as error:
+        raise ImatrixError("not a regular file", path=path, found=error.found) from None
     try:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise ImatrixError("not a regular file", path=path)
         yield fd, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     finally:
         os.close(fd)

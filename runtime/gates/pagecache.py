@@ -12,6 +12,8 @@ import os
 
 import numpy as np
 
+from ds4q.artifact.files import open_regular
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -25,7 +27,7 @@ def cached_bytes(path: str | os.PathLike[str]) -> int:
     ------
     OSError : the file cannot be read, or this system does not tell
     """
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return 0
         # Mapped, not read: only its address is used, so a file cut short does no harm.
@@ -45,7 +47,7 @@ def drop(path: str | os.PathLike[str]) -> bool:
 
     Pages that are not on disk yet are written first. The storage's own cache stays as it is.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

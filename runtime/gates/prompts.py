@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ds4q.artifact.files import read_small
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import CorpusError, TokenError
 from ds4q.runtime.generate import check_prompt
@@ -75,8 +76,8 @@ def read(
 
     Raises
     ------
-    CorpusError, TokenError : no prompts, a line that is none, or one beyond vocabulary or context;
-        a file of more than ``MAX_BYTES``
+    CorpusError, TokenError : no prompts, a line that is none, or one beyond vocabulary or context
+    NotRegularError, TooLongError : not a file of at most ``MAX_BYTES``; nothing was read
     OSError : the file cannot be read
     """
     prompts = []
@@ -100,15 +101,6 @@ def read(
     if not prompts:
         raise CorpusError("no prompts", path=path, remedy='write lines like {"text": "Hello"}')
     return prompts
-
-
-def read_small(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """A file that a user named; ``CorpusError`` if it is longer, as an artifact would be."""
-    with open(path, "rb") as file:
-        raw = file.read(most_bytes + 1)
-    if len(raw) > most_bytes:
-        raise CorpusError("file is too long", path=path, expected=f"at most {most_bytes:,} bytes")
-    return raw
 
 
 def _ids(line: bytes, tokenizer: Tokenizer | None, place: str) -> list[int]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds4q.artifact.files import open_regular
 from ds4q.artifact.hfq import pread_all
 from ds4q.runtime.gates.loading import I64
 from ds4q.runtime.gates.pagecache import drop
@@ -86,7 +87,7 @@ def plain_read(path: str | os.PathLike[str], reads: I64) -> float:
         for start, stop in _merged(reads)
         for begin, end in ((at, stop) for at in range(start, stop, PIECE_BYTES))
     ]
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     held = threading.local()
 
     def read(piece: tuple[int, int]) -> None:

@@ -286,6 +286,7 @@ def of_another(random_artifact: Path, tmp_path_factory: pytest.TempPathFactory) 
     (folder / "baseline").write_text(json.dumps(kept))
     (folder / "old").write_text(json.dumps({"format": "ds4q load-time baseline 1", "arms": {}}))
     (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
     (folder / "broken").write_text('{"text": "fine"}\n{"text"')
     arm["reads"] = float("inf")
     (folder / "infinite").write_text(json.dumps(kept))
@@ -302,6 +303,8 @@ REFUSED = [
     ("neutrality", "--prompts gone", GONE),
     ("neutrality", "--prompts broken", "broken, line 2: not JSON"),
     ("neutrality", "--prompts large", "large: file is too long: expected at most 67,108,864 bytes"),
+    ("neutrality", "--prompts pipe", "pipe: not a regular file: found a named pipe"),
+    ("neutrality", "--prefetch pipe", "pipe: not an expert predictor: not a regular file"),
     ("neutrality", "--cache 1", "leave it out for the smallest: expected at least 1,8"),
     ("neutrality", "--cache 100TB", "leave it out for the smallest: expected at most "),
     ("neutrality", "--cache 1GB", "not exercised: the cache holds all 16 experts of every layer"),
@@ -314,11 +317,14 @@ REFUSED = [
     ("load-time", "--baseline infinite", "a damaged baseline of load times"),
     ("load-time", "--baseline old", "a baseline of another version of ds4q"),
     ("load-time", "--baseline large", "large: file is too long: expected at most 1,048,576 bytes"),
+    ("load-time", "--baseline pipe", "pipe: not a regular file: found a named pipe"),
+    ("load-time", "--cache-profile pipe", "pipe: not a warm-start profile: not a regular file"),
     ("load-time", "--baseline baseline", "the baseline was measured with another artifact"),
     ("load-time", "--cache-profile folder", "load-time: folder: Is a directory"),
     ("load-time", "--cache-profile broken", "not a warm-start profile"),
     ("load-time", "--cache-profile profile", "profile of another model"),
     ("divergence", "--text gone", GONE),
+    ("divergence", "--text pipe", "pipe: not a text: not a regular file"),
     ("fidelity", "", "the reference is not lossless"),
 ]
 

@@ -77,6 +77,7 @@ def answer(status: int, body: bytes, **headers: str) -> Any:
         (200, b"<html>a portal</html>", ""),
         (200, b"[]", ""),
         (200, b'{"id": "owner/name"}', ""),
+        (200, b'{"sha": "%s", "siblings": [{"rfilename": 5}]}' % (b"a" * 40), ""),
         (200, b"[" * 100_000, ""),
         (200, b'{"a":' * 5000 + b"1" + b"}" * 5000, ""),
     ],
