@@ -134,13 +134,17 @@ class Blocks:
 
         Raises ``ExistsError`` where a file has that name and ``replace`` does not allow it.
         """
-        os.ftruncate(self.file.fd, self.file.file_bytes)  # the mark may be longer than the file
+        self.file.allocate()  # the mark may be longer than the file
         self.file.sync()
         with stops.held():  # else a journal could outlive its file, and nothing would remove it
             try:
                 self.file.publish(replace=replace)
             except AppearedError:
                 raise ExistsError(path=self.final) from None
+            except OSError:
+                if not os.path.lexists(self.file.path):  # it has its name; only syncing failed
+                    remove_own(self.journal, is_journal)
+                raise
             remove_own(self.journal, is_journal)
             fsync_folder(self.final.parent)
 

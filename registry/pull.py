@@ -229,10 +229,10 @@ class _Pull:
             try:
                 states[what.file] = self.file(kind, what, "fetched", self._fetch(what))
             except (Ds4qError, OSError) as error:
-                if kind == TRUNK:
-                    raise
                 if not isinstance(error, Ds4qError):
                     error = TransferError(error.strerror, path=self.store.path(what.file))
+                if kind == TRUNK:
+                    raise error from None
                 self.failed[what.file] = error
 
     def _check_room(self, files: Sequence[Entry | Sidecar]) -> None:
