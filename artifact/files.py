@@ -416,7 +416,7 @@ def advise(fd: int, offset: int, nbytes: int, advice: int = os.POSIX_FADV_WILLNE
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that can still be written in ``folder``; ``sys.maxsize`` where that is not limited."""
+    """Bytes that can still be written in ``folder``; ``sys.maxsize`` where that is unknown."""
     try:
         status = os.statvfs(folder)
     except OSError as error:

@@ -179,8 +179,8 @@ class Adapter:
 
         Returns
         -------
-        lines for the user: that the model could not be compared, since the
-        file is of an earlier version, which names an artifact or nothing
+        lines for the user: that the model could not be compared, since the file is of an earlier
+        version, which names an artifact or nothing
 
         Raises
         ------

@@ -76,7 +76,8 @@ def read(
 
     Raises
     ------
-    CorpusError, TokenError : no prompts, a line that is none, or one beyond vocabulary or context
+    CorpusError, TokenError : no prompts, a line that is not a prompt, or one beyond the vocabulary
+        or the context
     NotRegularError, TooLongError : not a file of at most ``MAX_BYTES``; nothing was read
     OSError : the file cannot be read
     """

@@ -152,13 +152,12 @@ def test_a_baseline_keeps_ids_and_an_undecided_verdict_has_its_own_word(
     random_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids come from a real load; the times of all others are made up."""
-    real = loading.measure
-    first: dict[tuple[str, bool], loading.Load] = {}
+    real, first = loading.measure, {}
     busy = 1.0
 
     def measure(path: Path, **options: Any) -> loading.Load:
-        key = str(options["cache"]), bool(options["prompts"])
-        if key not in first:
+        key = str(options["cache"])
+        if key not in first or options["prompts"]:
             first[key] = real(path, **options)
         return first[key]._replace(seconds=3.0 * busy)
 

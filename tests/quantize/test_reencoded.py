@@ -70,15 +70,16 @@ def expected_payload(
 
 
 @pytest.mark.parametrize("recipe", LOSSY)
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_recipe_packs_what_the_general_encoder_gives(
-    recipe: str, source: Path, tmp_path: Path
+    every: int, recipe: str, source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "x.hfq"
     document = quantize(source, out, recipe, threads=2)
     with Reader(out) as reader:
         names = [e.name for e in reader.tensors.values() if TYPES[e.type_id] in ROCMFPX]
         assert len(names) == 2 * EXPERTS * 3
-        for name in names[:: 5 if "affine" in recipe else 2]:
+        for name in names[:: 5 if "affine" in recipe else every]:
             assert reader.read(name).tobytes() == expected_payload(reader, name)
     assert document["lossless"] is False
     report = api.verify(out, source=source, threads=2)
