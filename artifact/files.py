@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import stat
 import sys
@@ -133,6 +134,25 @@ def read_head(path: str | os.PathLike[str], nbytes: int = HEAD_BYTES) -> bytes:
 
 
 # --- ownership ---------------------------------------------------------------------------------
+
+
+def beginning(pattern: bytes) -> Recognize:
+    """Recognizes files whose first bytes match a regular expression."""
+    match = re.compile(pattern).match
+    return lambda head: match(head) is not None
+
+
+def empty_or(is_ours: Recognize) -> Callable[[Path], bool]:
+    """Whether a path is a regular file that is empty or that ds4q wrote: for ``publish``."""
+
+    def may_go(path: Path) -> bool:
+        try:
+            head = read_head(path)
+        except NotRegularError:
+            return False
+        return not head or is_ours(head)
+
+    return may_go
 
 
 def claim(

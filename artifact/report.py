@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 from xml.etree import ElementTree
 
+from ds4q.artifact import files
 from ds4q.artifact.errors import MAX_WORDS, Ds4qError, cut, one_line
 from ds4q.artifact.places import to_json
 
@@ -295,6 +296,12 @@ class Report:
             (check.name, check.result, f"{check.seconds:.2f}", check.figures_text())
             for check in self.checks
         ]
+
+
+is_junit = files.beginning(
+    rb'<\?xml version="1\.0" encoding="UTF-8"\?>\n<testsuites>\s*<testsuite name="ds4q verify'
+)
+"""Whether a file that begins so was written by ``junit``."""
 
 
 def junit(reports: Iterable[Report]) -> str:

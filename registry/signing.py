@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ds4q.artifact.errors import Ds4qError
-from ds4q.artifact.files import write_whole
+from ds4q.artifact.files import beginning, file_identity, write_whole
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import read_receipt, receipt_path
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from model_signing.manifest import Manifest
 
 SUFFIX = ".sig"
-MARK = b"dev.sigstore.bundle"  # near the beginning of every signature
 WHOLE = "."  # how a signature of one file alone names it
+
+
+is_signature = beginning(rb'\s*\{\s*"mediaType":\s*"application/vnd\.dev\.sigstore\.bundle')
+"""Whether a file that begins so is a signature."""
 
 
 class SigningError(RegistryError):
@@ -59,15 +62,17 @@ def sign(artifact: Path, key: Path, out: Path) -> dict[str, str]:
     Parameters
     ----------
     key : PEM file of an elliptic curve key (P-256, P-384 or P-521) without a password
-    out : replaced where it exists
+    out : replaced where it exists; a file that appears meanwhile is kept
 
     Raises
     ------
+    AppearedError : a file appeared at ``out``
     SigningError : the receipt is not there or another file's, or the key cannot be used
     NoSigningError : model-signing is not installed
     ArtifactError, ReceiptError : not a sound artifact, or not a receipt
     """
     signing = _library("signing")
+    before = file_identity(out)
     receipt = receipt_path(artifact)
     if artifact.exists() and not receipt.exists():
         cure = (
@@ -95,7 +100,11 @@ def sign(artifact: Path, key: Path, out: Path) -> dict[str, str]:
             what = "the key cannot be used"
             cure = "give a PEM file of an elliptic curve key (P-256) without a password"
             raise SigningError(what, path=key, found=_words(error), remedy=cure) from None
-        write_whole(out, written.read_text("utf-8"))
+        write_whole(
+            out,
+            written.read_text("utf-8"),
+            replace=lambda path: file_identity(path) == before,
+        )
     return digests
 
 

@@ -99,7 +99,7 @@ def train_command(
     Example: ds4q adapter train book.trace -o m.adapter
     """
     from ds4q.artifact.newfile import NewFile
-    from ds4q.runtime.experts.adapter import MAGIC
+    from ds4q.runtime.experts.adapter import is_adapter
     from ds4q.runtime.experts.fit import LEAST_RIDGE, MOST_RIDGE, train
 
     begin = time.perf_counter()
@@ -107,7 +107,7 @@ def train_command(
         raise click.BadParameter(
             f"{ridge} is not from {LEAST_RIDGE:g} to {MOST_RIDGE:g}", param_hint="--ridge"
         )
-    common.claim_report(output, "--output", MAGIC)
+    common.claim_report(output, "--output", is_adapter)
     with common.writing(output), NewFile(output) as file:
         with common.progress("fitting", len(traces), unit="traces", quiet=quiet) as advance:
             adapter = train(traces, rank=rank, ridge=ridge, advance=advance)

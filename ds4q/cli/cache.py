@@ -146,10 +146,10 @@ def profile(file: Path, output: Path, as_json: bool, quiet: bool, verbose: bool)
     The profile belongs to the model: it fits every artifact of the checkpoint that was traced.
     """
     from ds4q.artifact.newfile import NewFile
-    from ds4q.runtime.experts.profile import MARK, Profile
+    from ds4q.runtime.experts.profile import Profile, is_profile
     from ds4q.runtime.experts.trace import read_trace
 
-    common.claim_report(output, "--output", MARK)
+    common.claim_report(output, "--output", is_profile)
     with common.writing(output), NewFile(output) as new:
         made = Profile.of(read_trace(file))
         new.write(made.encode())

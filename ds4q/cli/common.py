@@ -26,6 +26,7 @@ from ds4q.artifact.errors import MAX_PATH, cut, one_line
 from ds4q.artifact.places import expanded
 
 if TYPE_CHECKING:
+    from ds4q.artifact.files import Recognize
     from ds4q.artifact.report import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,7 +38,6 @@ MAX_THREADS = 1024
 PLAIN_LINE_EVERY_S = 1.0
 RATE_OVER_LINES = 10
 PLAIN_TABLE_WIDTH = 200
-MARK_WITHIN_BYTES = 4096
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """What a model's text may not send to a terminal: all controls but newline and tab, and what
@@ -136,12 +136,14 @@ def writing(path: Path) -> Iterator[None]:
 # --- files that a user names for a report ------------------------------------------------------
 
 
-def claim_report(path: Path, option: str, mark: bytes) -> None:
+def claim_report(path: Path, option: str, is_ours: Recognize) -> None:
     """Refuse, before any work, a report file that could not be written or is not ours to replace.
 
-    An existing file is replaced only if it is an earlier report, which its beginning shows by
-    ``mark``; a slip of the hand must not cost an artifact.
+    An existing file is replaced only if it is empty or begins as an earlier report does; a slip of
+    the hand must not cost an artifact.
     """
+    from ds4q.artifact.files import empty_or
+
     if not path.name:  # of "" and ".", which look alike by now, and of "/"
         raise click.BadParameter(f"no file is named: {str(path)!r} is a folder", param_hint=option)
     if not path.parent.is_dir():
@@ -149,7 +151,7 @@ def claim_report(path: Path, option: str, mark: bytes) -> None:
     if path.exists():
         if not path.is_file():
             raise click.BadParameter(f"{str(path)!r} is not a file", param_hint=option)
-        if not _is_report(path, mark):
+        if not empty_or(is_ours)(path):
             raise click.BadParameter(
                 f"{str(path)!r} exists and is no earlier report; choose another name",
                 param_hint=option,
@@ -163,29 +165,18 @@ def claim_report(path: Path, option: str, mark: bytes) -> None:
         raise click.BadParameter(f"cannot write in {str(path.parent)!r}", param_hint=option)
 
 
-def _is_report(path: Path, mark: bytes) -> bool:
-    """Whether a file is empty or an earlier report."""
-    from ds4q.artifact.files import NotRegularError, read_head
-
-    try:
-        head = read_head(path, MARK_WITHIN_BYTES)
-    except NotRegularError:
-        return False
-    return not head or mark in head
-
-
 def _is_stdout(path: Path) -> bool:
     with suppress(OSError, ValueError):  # no file, or none that the system knows
         return os.path.samestat(os.fstat(sys.stdout.fileno()), path.stat())
     return False
 
 
-def write_report(path: Path, text: str, mark: bytes) -> None:
+def write_report(path: Path, text: str, is_ours: Recognize) -> None:
     """Write ``text`` to a claimed file atomically; another file that appeared there is kept."""
-    from ds4q.artifact.files import write_whole
+    from ds4q.artifact.files import empty_or, write_whole
 
     try:
-        write_whole(path, text, mode=0o666, replace=lambda path: _is_report(path, mark))
+        write_whole(path, text, mode=0o666, replace=empty_or(is_ours))
     except OSError as error:
         error.filename, error.filename2 = str(path), None
         raise
@@ -193,17 +184,17 @@ def write_report(path: Path, text: str, mark: bytes) -> None:
 
 def claim_page(path: Path) -> None:
     """``claim_report`` for a page of ``--html``; without jinja2, ``PageError`` says what to do."""
-    from ds4q.quantize.page import MARK, load_template
+    from ds4q.quantize.page import is_page, load_template
 
-    claim_report(path, "--html", MARK)
+    claim_report(path, "--html", is_page)
     load_template()
 
 
 def write_page(path: Path, text: str) -> None:
     """``write_report`` for a page that ``claim_page`` has claimed."""
-    from ds4q.quantize.page import MARK
+    from ds4q.quantize.page import is_page
 
-    write_report(path, text, MARK)
+    write_report(path, text, is_page)
 
 
 # --- options ----------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-TRACE_MARK = b"ds4q.trace"
 
 
 class _Budget(Size):
@@ -85,7 +84,9 @@ class ExpertOptions:
             return None
         _check_usage(given)
         if self.trace is not None:
-            claim_report(self.trace, "--trace", TRACE_MARK)
+            from ds4q.runtime.experts.header import is_trace
+
+            claim_report(self.trace, "--trace", is_trace)
         return CacheOptions(
             budget=self.expert_cache,
             policy=self.cache_policy,

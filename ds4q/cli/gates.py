@@ -218,11 +218,12 @@ def gates_of(*, names: Sequence[str], **options: Any) -> list[Gate]:
                 raise click.UsageError(f"--gate {gate} needs {words}")
     if not names:
         return []
-    if "write_baseline" in given:
-        common.claim_report(given["write_baseline"], "--write-baseline", b"load-time baseline")
 
     from ds4q.runtime.gates import Divergence, Fidelity, LoadTime, Neutrality
-    from ds4q.runtime.gates.baseline import LEAST_PAIRS
+    from ds4q.runtime.gates.baseline import LEAST_PAIRS, is_baseline
+
+    if "write_baseline" in given:
+        common.claim_report(given["write_baseline"], "--write-baseline", is_baseline)
 
     judged = [name for name in ("baseline", "write_baseline", "max_ratio") if name in given]
     if judged and given.get("runs", LEAST_PAIRS) < LEAST_PAIRS:

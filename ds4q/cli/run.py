@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ds4q.artifact.files import beginning
 from ds4q.artifact.report import json_text
 from ds4q.cli.chat import PREFIX_CACHE_BYTES, Chat, on_terminal
 from ds4q.cli.common import (
@@ -38,7 +39,11 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 1024
 LARGEST_SEED = (1 << 63) - 1
 EFFORTS = ("low", "high", "max")
-STATS_MARK = b'"timings"'  # near the beginning of every statistics file
+is_statistics = beginning(
+    rb'\{\n(  "schema_version": \d+,\n)?'
+    rb'  "finish_reason": (null|"\w+"),\n  "usage": \{\n    "prompt_tokens": '
+)
+"""Whether a file that begins so was written by ``--stats``."""
 DRAWN_SEEDS = 1 << 32  # short to type again, and exact in every JSON reader
 
 
@@ -169,7 +174,7 @@ def command(
     if reasoning_effort != "low" and not think:
         raise click.UsageError("--reasoning-effort belongs to --think")
     if stats is not None:
-        claim_report(stats, "--stats", STATS_MARK)
+        claim_report(stats, "--stats", is_statistics)
         trace = model.experts.trace
         if trace is not None and stats.resolve() == trace.resolve():
             raise click.UsageError("--stats and --trace name the same file")
@@ -266,7 +271,7 @@ def _generate(
         answer = _answer(generation, has_text=tokenizer is not None, thinking=telling.thinking)
         emit_json(answer | report)
     if telling.stats is not None:
-        write_report(telling.stats, json_text(report), STATS_MARK)
+        write_report(telling.stats, json_text(report), is_statistics)
     if not telling.quiet:
         _say_statistics(report, engine.load_s if telling.verbose else None)
     if stop is not None:

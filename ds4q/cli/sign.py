@@ -44,13 +44,13 @@ def command(
     The digests are those of the receipt, so no payload is read: verify the artifact first. Others
     check the signature with ds4q verify --public-key, or with model_signing verify.
     """
-    from ds4q.registry.signing import MARK, sign, signature_path
+    from ds4q.registry.signing import is_signature, sign, signature_path
 
     out = signature_path(file) if output is None else output
     if out.exists() and not force:
         what = f"{str(out)!r} exists; replace it with --force"
         raise click.BadParameter(what, param_hint="--output")
-    common.claim_report(out, "--output", MARK)
+    common.claim_report(out, "--output", is_signature)
     digests = sign(file, key, out)
     if as_json:
         common.emit_json({"signature": str(out), "files": digests})

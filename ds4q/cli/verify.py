@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ds4q.artifact.report import Report
     from ds4q.runtime.gates import Gate
 
-JUNIT_MARK = b"ds4q verify"  # near the beginning of every report
 
 
 @click.command("verify")
@@ -134,13 +133,15 @@ def command(
         raise click.UsageError("--imatrix and --errors-only belong to --source")
     if signature is not None and public_key is None:
         raise click.UsageError("--signature belongs to --public-key")
+    from ds4q.artifact.report import is_junit
+    from ds4q.artifact.report import junit as junit_of
+
     if junit is not None:
-        common.claim_report(junit, "--junit", JUNIT_MARK)
+        common.claim_report(junit, "--junit", is_junit)
     if html is not None:
         if html == junit:
             raise click.UsageError("--html and --junit name the same file")
         common.claim_page(html)
-    from ds4q.artifact.report import junit as junit_of
 
     options: dict[str, Any] = {
         "imatrix": imatrix,
@@ -174,7 +175,7 @@ def command(
             reports = [page]
     try:
         if junit is not None:  # first: a full standard output must not cost it
-            common.write_report(junit, junit_of(reports), JUNIT_MARK)
+            common.write_report(junit, junit_of(reports), is_junit)
         if html is not None and page is not None:
             common.write_page(html, _page(page))
     finally:  # nor it what is on the screen
@@ -192,7 +193,7 @@ def _reported(junit: Path | None, path: Path) -> Iterator[None]:
 
     While the block runs, and if it is stopped in whatever way, it says that the run did not finish.
     """
-    from ds4q.artifact.report import Failure, Report
+    from ds4q.artifact.report import Failure, Report, is_junit
     from ds4q.artifact.report import junit as junit_of
 
     def write(message: str) -> None:
@@ -200,7 +201,7 @@ def _reported(junit: Path | None, path: Path) -> Iterator[None]:
             report = Report({"path": str(path), "name": path.name})
             with report.check("verify") as check:
                 check.fail(Failure(message))
-            common.write_report(junit, junit_of([report]), JUNIT_MARK)
+            common.write_report(junit, junit_of([report]), is_junit)
 
     write("the run did not finish")
     try:

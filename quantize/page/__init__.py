@@ -4,6 +4,6 @@
 """
 
 from ds4q.quantize.page.data import gather
-from ds4q.quantize.page.render import MARK, load_template, render
+from ds4q.quantize.page.render import is_page, load_template, render
 
-__all__ = ["MARK", "gather", "load_template", "render"]
+__all__ = ["gather", "is_page", "load_template", "render"]

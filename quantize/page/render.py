@@ -11,14 +11,18 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds4q.artifact.files import beginning
 from ds4q.quantize.errors import PageError
 from ds4q.quantize.page.heatmap import frame, sections
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-MARK = b'<meta name="generator" content="ds4q'
-"""What a page begins with, in its first 4,096 bytes: only such a file is replaced."""
+is_page = beginning(
+    rb'\s*<!doctype html>\s*<html lang="en">\s*<head>\s*<meta charset="utf-8">\s*'
+    rb'<meta name="generator" content="ds4q '
+)
+"""Whether a file that begins so is such a page."""
 
 _FOLDER = Path(__file__).parent
 _SIZES = ("bytes", "kB", "MB", "GB", "TB", "PB")

@@ -37,6 +37,7 @@ import xxhash
 
 from ds4q.artifact.errors import MetadataError
 from ds4q.artifact.fastpath import FastPath, jit
+from ds4q.artifact.files import beginning
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import AdapterError
@@ -46,6 +47,9 @@ from ds4q.runtime.experts.regular import open_regular
 F32 = npt.NDArray[np.float32]
 
 MAGIC = b"HFADPT\0\0"
+is_adapter = beginning(MAGIC)
+"""Whether a file that begins so is a predictor."""
+
 VERSION = 3
 STATE = "router-input"  # h: what layer L's router multiplies, normed and scaled
 TARGET = "score-before-bias"  # z: sqrt(softplus(logits)) of layer L + 1

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import xxhash
 
 from ds4q.artifact.errors import MetadataError
+from ds4q.artifact.files import beginning
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import TraceError
@@ -25,6 +26,9 @@ MAGIC = b"ds4q.trace"
 VERSION = 3
 VERSIONS_READ = (2, VERSION)  # version 2 does not name the source
 MAX_HEADER_BYTES = 16 << 20
+
+is_trace = beginning(rb"\x5e\x2a\x4d\x18.{4}ds4q\.trace(?s:.)\0")
+"""Whether a file that begins so is a trace, of any version."""
 
 _SKIPPABLE = 0x184D2A5E  # one of zstd's sixteen skippable magics
 _FRAME = struct.Struct("<II")

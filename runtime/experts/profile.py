@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from ds4q.artifact.errors import MetadataError
+from ds4q.artifact.files import beginning
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.errors import ProfileError, TraceError
 from ds4q.runtime.experts.header import Identity
@@ -22,7 +23,9 @@ from ds4q.runtime.experts.trace import Trace
 
 FORMAT = "ds4q.profile.v3"
 NAMELESS_FORMAT = "ds4q.profile.v2"  # names the artifact, and no source
-MARK = b'"a_format":"ds4q.profile'  # the keys are sorted: it comes first
+is_profile = beginning(rb'\{"a_format":"ds4q\.profile\.')  # the keys are sorted: it comes first
+"""Whether a file that begins so is a profile."""
+
 DIGEST = "xxh3"  # the key of the digest of all else
 MAX_PROFILE_BYTES = 64 << 20
 

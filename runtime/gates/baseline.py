@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ds4q.artifact.files import read_head, read_small, write_whole
+from ds4q.artifact.files import beginning, empty_or, read_small, write_whole
 from ds4q.artifact.report import Check, Failure
 from ds4q.runtime.errors import GateError
 from ds4q.runtime.gates.quotient import Series
@@ -25,6 +25,9 @@ from ds4q.runtime.text.chat import encode_raw
 from ds4q.runtime.text.tokenizer import Tokenizer
 
 FORMAT = "ds4q load-time baseline"
+is_baseline = beginning(rb'\{\s*"format": "ds4q load-time baseline')
+"""Whether a file that begins so is a baseline, of any version."""
+
 SCHEMA_VERSION = 2  # 1 kept one ratio an arm
 MAX_BYTES = 1 << 20
 LEAST_PAIRS = 7
@@ -163,7 +166,7 @@ def write(
         },
     }
     text = json.dumps(document, indent=1) + "\n"
-    write_whole(Path(path), text, mode=0o666, replace=_is_baseline)
+    write_whole(Path(path), text, mode=0o666, replace=empty_or(is_baseline))
 
 
 def encoded_prompts(
@@ -180,11 +183,6 @@ def encoded_prompts(
         )[:most]
         for name, text in PROMPTS.items()
     }
-
-
-def _is_baseline(path: Path) -> bool:
-    head = read_head(path)
-    return not head or FORMAT.encode() in head
 
 
 def _kept(found: Mapping[str, Any]) -> Kept:

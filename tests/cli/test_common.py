@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds4q.artifact import stops
-from ds4q.artifact.files import AppearedError
+from ds4q.artifact.files import AppearedError, beginning
 from ds4q.cli import common
 
 
@@ -285,26 +285,29 @@ def test_a_file_on_stderr_gets_no_bar(tmp_path: Path, monkeypatch: pytest.Monkey
 
 # --- files that a user names for a report
 
+OURS = beginning(b"mark")
+
 
 def test_a_report_replaces_an_earlier_report_and_nothing_else(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    common.claim_report(report, "--junit", b"mark")
-    common.write_report(report, "first mark", b"mark")
-    common.claim_report(report, "--junit", b"mark")
-    common.write_report(report, "second mark", b"mark")
-    assert report.read_text("utf-8") == "second mark"
+    common.claim_report(report, "--junit", OURS)
+    common.write_report(report, "mark 1", OURS)
+    common.claim_report(report, "--junit", OURS)
+    common.write_report(report, "mark 2", OURS)
+    assert report.read_text("utf-8") == "mark 2"
     assert list(tmp_path.iterdir()) == [report]
-    report.write_text("an artifact of 150 GB")
-    with pytest.raises(click.BadParameter, match="exists and is no earlier report"):
-        common.claim_report(report, "--junit", b"mark")
+    for other in ("an artifact of 150 GB", "notes about the mark of a report"):
+        report.write_text(other)
+        with pytest.raises(click.BadParameter, match="exists and is no earlier report"):
+            common.claim_report(report, "--junit", OURS)
 
 
 def test_a_file_that_appears_before_the_report_is_written_is_kept(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    common.claim_report(report, "--junit", b"mark")
+    common.claim_report(report, "--junit", OURS)
     report.write_text("an artifact of 150 GB")
     with pytest.raises(AppearedError):
-        common.write_report(report, "mark", b"mark")
+        common.write_report(report, "mark", OURS)
     assert [(path, path.read_text()) for path in tmp_path.iterdir()] == [
         (report, "an artifact of 150 GB")
     ]
@@ -313,14 +316,14 @@ def test_a_file_that_appears_before_the_report_is_written_is_kept(tmp_path: Path
 @pytest.mark.parametrize("place", ["no/such/folder.xml", ".", "/dev/full"])
 def test_a_report_that_cannot_be_written_is_refused_before_work(tmp_path: Path, place: str) -> None:
     with pytest.raises(click.BadParameter):
-        common.claim_report(tmp_path / place, "--junit", b"mark")
+        common.claim_report(tmp_path / place, "--junit", OURS)
 
 
 def test_a_report_is_written_through_no_other_file(tmp_path: Path) -> None:
     notes, precious = tmp_path / "report.xml.tmp", tmp_path / "precious.txt"
     precious.write_text("precious")
     notes.symlink_to(precious)
-    common.write_report(tmp_path / "report.xml", "report", b"mark")
+    common.write_report(tmp_path / "report.xml", "report", OURS)
     assert (tmp_path / "report.xml").read_text() == "report"
     assert not (tmp_path / "report.xml").is_symlink()
     assert notes.is_symlink()
@@ -332,13 +335,13 @@ def test_a_report_that_fails_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = tmp_path / "report.xml"
-    common.write_report(report, "first mark", b"mark")
+    common.write_report(report, "mark 1", OURS)
 
     def fail(source: object, target: object) -> None:
         raise OSError(errno.EIO, "broken disk", str(source))
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="broken disk") as caught:
-        common.write_report(report, "second", b"mark")
+        common.write_report(report, "second", OURS)
     assert caught.value.filename == str(report)
-    assert (report.read_text("utf-8"), list(tmp_path.iterdir())) == ("first mark", [report])
+    assert (report.read_text("utf-8"), list(tmp_path.iterdir())) == ("mark 1", [report])

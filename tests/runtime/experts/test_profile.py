@@ -14,7 +14,7 @@ import xxhash
 from ds4q.artifact.metadata import canonical
 from ds4q.runtime.errors import ProfileError, TraceError
 from ds4q.runtime.experts.header import Identity
-from ds4q.runtime.experts.profile import MARK, NAMELESS_FORMAT, Profile, read_profile
+from ds4q.runtime.experts.profile import NAMELESS_FORMAT, Profile, is_profile, read_profile
 from ds4q.runtime.experts.trace import read_trace
 from tests.runtime.experts import streams
 
@@ -49,7 +49,7 @@ def test_a_profile_comes_back_as_it_was_written(made: Profile, tmp_path: Path) -
     found = read_profile(tmp_path / "p", IDENTITY, LAYERS, EXPERTS)
     assert found == made
     assert found.digest == made.digest
-    assert (tmp_path / "p").read_bytes().index(MARK) == 1
+    assert is_profile((tmp_path / "p").read_bytes())
     assert sorted(each.name for each in tmp_path.iterdir()) == ["p", "t"]
 
 
