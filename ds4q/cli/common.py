@@ -144,7 +144,7 @@ def claim_report(path: Path, option: str, is_ours: Recognize) -> None:
     """
     from ds4q.artifact.files import empty_or
 
-    if not path.name:  # of "" and ".", which look alike by now, and of "/"
+    if not path.name:  # of "." and "/"
         raise click.BadParameter(f"no file is named: {str(path)!r} is a folder", param_hint=option)
     if not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint=option)
@@ -225,7 +225,10 @@ SIZE = Size()
 
 
 class UserPath(click.Path):
-    """A path in which a leading ``~`` is expanded: shells leave ``--output=~/x`` as it is."""
+    """A path in which a leading ``~`` is expanded: shells leave ``--output=~/x`` as it is.
+
+    An empty one, such as a variable that is not set leaves in a script, would mean this folder.
+    """
 
     @classmethod
     def of(cls, path: click.Path) -> UserPath:
@@ -235,7 +238,7 @@ class UserPath(click.Path):
         return made
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(_at_home(value), param, ctx)
+        return super().convert(PATH_OR_WORD.convert(value, param, ctx), param, ctx)
 
 
 class PathOrWord(click.ParamType):
@@ -244,14 +247,12 @@ class PathOrWord(click.ParamType):
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return _at_home(value)
+        if value == "":
+            self.fail("it is empty; name a file or folder, '.' for this one", param, ctx)
+        return expanded(value) if isinstance(value, str) else value
 
 
 PATH_OR_WORD = PathOrWord()
-
-
-def _at_home(value: Any) -> Any:
-    return expanded(value) if isinstance(value, str) else value
 
 
 def available_cores() -> int:

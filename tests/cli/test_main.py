@@ -56,7 +56,7 @@ def test_wrong_usage_is_2_with_nothing_on_stdout() -> None:
         assert "Error: " in result.stderr or not arguments  # no command: the help
 
 
-def test_every_option_that_takes_a_path_expands_a_tilde(
+def test_every_option_that_takes_a_path_expands_a_tilde_and_refuses_nothing_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -67,6 +67,8 @@ def test_every_option_that_takes_a_path_expands_a_tilde(
             named = param.metavar or ""
             if isinstance(param.type, click.Path) or re.search("FILE|PATH|DIR|FOLDER", named):
                 assert str(param.type.convert("~/a", param, None)) == f"{tmp_path}/a", words
+                with pytest.raises(click.BadParameter, match="it is empty"):
+                    param.type.convert("", param, None)
                 seen += 1
     assert seen > 40
 
