@@ -18,6 +18,7 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ds4q.artifact.errors import (
     ArtifactError,
@@ -314,6 +315,17 @@ class Reader:
         self._check_front_digests(entries)
         self._place(entries)
 
+    @property
+    def index_xxh3(self) -> str:
+        """xxh3-128 (hex) of header and index, as found."""
+        return front_digest(self.header_raw, self.index_raw)
+
+    @property
+    def metadata_xxh3(self) -> str:
+        """xxh3-128 (hex) of the metadata as found, its own digest blanked where it has one."""
+        raw = self.metadata_raw
+        return metadata_digest(raw) or xxhash.xxh3_128(raw).hexdigest()
+
     def _check_front_digests(self, entries: list[TensorEntry]) -> None:
         """Files of ds4q carry digests of metadata and index: a changed byte is refused at open."""
         ours = self.metadata.get("ds4q")
@@ -325,12 +337,7 @@ class Reader:
             raise MetadataError("metadata key 'ds4q' is not an object", path=self.path)
         checks = (
             ("metadata_xxh3", metadata_digest(self.metadata_raw), MetadataError, "metadata"),
-            (
-                "index_xxh3",
-                front_digest(self.header_raw, self.index_raw),
-                IndexFieldError,
-                "header or index",
-            ),
+            ("index_xxh3", self.index_xxh3, IndexFieldError, "header or index"),
         )
         for key, found, kind, what in checks:
             if found is None or ours.get(key) != found:

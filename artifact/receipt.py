@@ -21,12 +21,16 @@ import zstandard
 
 from ds4q.artifact.errors import MetadataError, ReceiptError
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.metadata import canonical, front_digest, parse_metadata
+from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.artifact.places import broken_link
 from ds4q.artifact.types import BY_NAME
 
-FORMAT = "ds4q.receipt.v1"
-FORMAT_IMATRIX = "ds4q.receipt.v2"  # v1 and imatrix_sha256
+FORMAT = "ds4q.receipt.v3"
+_LACKING = {  # by format: the fields that it does not have, "" in memory
+    "ds4q.receipt.v1": ("imatrix_sha256", "metadata_xxh3"),
+    "ds4q.receipt.v2": ("metadata_xxh3",),
+    FORMAT: (),
+}
 SUFFIX = ".receipt"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 MAX_RECEIPT_BYTES = 64 << 20  # compressed and not
@@ -70,7 +74,10 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The parsed receipt; ``index_xxh3`` covers header and index as ``ds4q.index_xxh3`` does."""
+    """The parsed receipt; ``index_xxh3`` and ``metadata_xxh3`` as in the artifact's own metadata.
+
+    A receipt of an earlier version has no ``metadata_xxh3``; ``metadata_note`` says so.
+    """
 
     file_bytes: int
     sha256: str
@@ -82,14 +89,19 @@ class Receipt:
     partial: bool
     skipped: tuple[tuple[str, str], ...]  # (source tensor, reason)
     tensors: tuple[TensorRecord, ...]
+    metadata_xxh3: str
     imatrix_sha256: str = ""  # of the file that weighed the errors of lossy types
 
+    @property
+    def metadata_note(self) -> str | None:
+        """Why the metadata cannot be compared with this receipt; None where it can."""
+        if self.metadata_xxh3:
+            return None
+        return "the receipt is of an earlier version, which does not cover the metadata"
+
     def encode(self) -> bytes:
-        """The file's bytes: version 2 where an imatrix was used, else version 1."""
-        document = {"format": FORMAT_IMATRIX if self.imatrix_sha256 else FORMAT} | asdict(self)
-        if not self.imatrix_sha256:
-            del document["imatrix_sha256"]
-        text = canonical(document)
+        """The file's bytes."""
+        text = canonical({"format": FORMAT} | asdict(self))
         packer = zstandard.ZstdCompressor(
             level=_LEVEL, write_checksum=True, write_content_size=True, threads=0
         )
@@ -118,11 +130,12 @@ def read_receipt(path: str | os.PathLike[str]) -> Receipt:
     """Parse a receipt strictly; anything else raises ``ReceiptError`` naming the file."""
     document = _parse(_decompress(_read_file(path), path), path)
     version = document.pop("format", None)
-    if version not in (FORMAT, FORMAT_IMATRIX):
-        raise _fail(path, f"not a receipt of format {FORMAT} or {FORMAT_IMATRIX}")
-    if version == FORMAT and document.setdefault("imatrix_sha256", "") != "":
-        raise _fail(path, f"{FORMAT} has no imatrix_sha256")
-    return _build(document, path, imatrix=version == FORMAT_IMATRIX)
+    if not isinstance(version, str) or version not in _LACKING:
+        raise _fail(path, f"not a receipt of format {' or '.join(_LACKING)}", version)
+    for name in _LACKING[version]:
+        if document.setdefault(name, "") != "":
+            raise _fail(path, f"{version} has no {name}")
+    return _build(document, path, version)
 
 
 def is_receipt(head: bytes) -> bool:
@@ -222,7 +235,13 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "tuple[SourceRecord, ...]": lambda v: isinstance(v, list),
     "tuple[TensorRecord, ...]": lambda v: isinstance(v, list),
 }
-_HEX_DIGITS = {"sha256": 64, "imatrix_sha256": 64, "index_xxh3": 32, "xxh3": 32}
+_HEX_DIGITS = {
+    "sha256": 64,
+    "imatrix_sha256": 64,
+    "index_xxh3": 32,
+    "metadata_xxh3": 32,
+    "xxh3": 32,
+}
 _HEX = {n: re.compile(f"[0-9a-f]{{{n}}}") for n in _HEX_DIGITS.values()}
 
 
@@ -251,7 +270,7 @@ def _record(kind: type[R], item: Any, path: object) -> R:
     values: dict[str, Any] = {}
     for name, (annotation, right, digest) in wanted.items():
         value = item[name]
-        absent = name == "imatrix_sha256" and value == ""  # version 1
+        absent = name in ("imatrix_sha256", "metadata_xxh3") and value == ""  # see ``_build``
         if not right(value) or (digest and not absent and not digest.fullmatch(value)):
             raise _fail(path, f"receipt has a {name} of the wrong kind", repr(value)[:80])
         if annotation == "tuple[SourceRecord, ...]":
@@ -264,10 +283,11 @@ def _record(kind: type[R], item: Any, path: object) -> R:
     return kind(**values)
 
 
-def _build(document: dict[str, Any], path: object, *, imatrix: bool) -> Receipt:
+def _build(document: dict[str, Any], path: object, version: str) -> Receipt:
     receipt = _record(Receipt, document, path)
-    if imatrix and not receipt.imatrix_sha256:
-        raise _fail(path, f"{FORMAT_IMATRIX} without imatrix_sha256")
+    needed = "metadata_xxh3" if version == FORMAT else "imatrix_sha256"
+    if needed not in _LACKING[version] and not getattr(receipt, needed):
+        raise _fail(path, f"{version} without {needed}")
     seen: set[str] = set()
     for record in receipt.tensors:
         if record.type not in BY_NAME:
@@ -306,13 +326,12 @@ def find_receipt(reader: Reader, explicit: Path | None = None) -> tuple[Path, Re
             raise
     ours = reader.metadata.get("ds4q")
     source_digest = ours.get("source_digest") if isinstance(ours, dict) else None
-    front = front_digest(reader.header_raw, reader.index_raw)
     for path in sorted(reader.path.parent.glob("*" + SUFFIX)):
         try:
             receipt = read_receipt(path)
         except (ReceiptError, OSError):
             continue  # some other tool's file: not ours to judge while looking for a name
         found = (receipt.file_bytes, receipt.index_xxh3, receipt.source_digest)
-        if found == (reader.file_bytes, front, source_digest):
+        if found == (reader.file_bytes, reader.index_xxh3, source_digest):
             return path, receipt
     return None

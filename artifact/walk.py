@@ -268,20 +268,20 @@ class ReceiptDigests:
         """The whole file, once it has been read."""
         self.check.figures["sha256"] = found
         if found != self.receipt.sha256:
-            rest = "; index and payloads agree, so it is the metadata or the padding that differs"
+            rest = "the metadata or the padding" if self.receipt.metadata_note else "the padding"
             self.check.fail(
                 Failure(
-                    f"SHA-256 of the file differs from the receipt{rest if self.check.ok else ''}",
+                    "SHA-256 of the file differs from the receipt"
+                    + (f", and all else agrees: {rest} differs" if self.check.ok else ""),
                     expected=self.receipt.sha256,
                     found=found,
                 )
             )
 
-    def compare_front(self, reader: Reader, front: str) -> None:
-        """Length, header, index and the list of tensors, before any payload is read."""
-        note = saturation_note(t.saturated_blocks for t in self.receipt.tensors)
-        if note is not None:
-            self.check.notes.append(note)
+    def compare_front(self, reader: Reader) -> None:
+        """Length, header, metadata, index and the list of tensors, before any payload is read."""
+        saturated = saturation_note(t.saturated_blocks for t in self.receipt.tensors)
+        self.check.notes += filter(None, (saturated, self.receipt.metadata_note))
         if reader.file_bytes != self.receipt.file_bytes:
             self.check.fail(
                 Failure(
@@ -290,14 +290,13 @@ class ReceiptDigests:
                     found=reader.file_bytes,
                 )
             )
-        if front != self.receipt.index_xxh3:
-            self.check.fail(
-                Failure(
-                    "header or index differs from the receipt",
-                    expected=self.receipt.index_xxh3,
-                    found=front,
-                )
-            )
+        for what, said, found in (
+            ("header or index", self.receipt.index_xxh3, reader.index_xxh3),
+            ("metadata", self.receipt.metadata_xxh3, reader.metadata_xxh3),
+        ):
+            if said and found != said:
+                message = f"{what} differs from the receipt"
+                self.check.fail(Failure(message, expected=said, found=found))
         ours = reader.metadata.get("ds4q", {})
         for key in (
             "recipe",

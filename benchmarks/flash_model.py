@@ -21,7 +21,6 @@ import xxhash
 from benchmarks.flash_plan import listing
 from ds4q.artifact.formats import codec_for, hfp4g32
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, TensorRecord, receipt_path
 from ds4q.artifact.types import HFP4G32, TIDI32, TYPES
 from ds4q.artifact.writer import PartialFile
@@ -89,7 +88,8 @@ def put_receipt(path: Path) -> None:
         receipt = Receipt(
             file_bytes=reader.file_bytes,
             sha256="0" * 64,
-            index_xxh3=front_digest(reader.header_raw, reader.index_raw),
+            index_xxh3=reader.index_xxh3,
+            metadata_xxh3=reader.metadata_xxh3,
             recipe=ours["recipe"],
             tool_version=ours["tool_version"],
             source_fingerprint=ours["source_fingerprint"],

@@ -20,7 +20,6 @@ from ds4q.artifact.codings import Codings
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.hfq2 import check_quantization_hash, declares_hash
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.places import reason
 from ds4q.artifact.receipt import Receipt, find_receipt, receipt_path
 from ds4q.artifact.report import Check, Failure, Report
@@ -416,7 +415,7 @@ def _receipt_digests(
     with report.check("receipt") as check:
         check.figures["file"] = found[0].name
         digests = ReceiptDigests(check, found[1])
-        digests.compare_front(reader, front_digest(reader.header_raw, reader.index_raw))
+        digests.compare_front(reader)
     return digests
 
 

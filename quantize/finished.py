@@ -9,7 +9,6 @@ from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError
 from ds4q.artifact.hfq import U8, Reader
 from ds4q.artifact.locks import WriteError
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
 from ds4q.artifact.types import TYPES
 from ds4q.quantize.checkpoint import Checkpoint
@@ -107,7 +106,6 @@ def _is_planned(plan: Plan, output: Output, reader: Reader, receipt: Receipt) ->
         and ours.get("encoding") == planned.get("encoding")
         and ours.get("tool_version") == receipt.tool_version == planned["tool_version"]
         and reader.file_bytes == receipt.file_bytes == output.layout.file_bytes
-        and front_digest(reader.header_raw, reader.index_raw)
-        == receipt.index_xxh3
-        == planned["index_xxh3"]
+        and reader.index_xxh3 == receipt.index_xxh3 == planned["index_xxh3"]
+        and receipt.metadata_xxh3 in ("", reader.metadata_xxh3)
     )

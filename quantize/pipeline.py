@@ -23,7 +23,7 @@ import xxhash
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.formats.hfp4g32 import BLOCK as FP4_BLOCK
-from ds4q.artifact.hfq import TensorEntry
+from ds4q.artifact.hfq import Reader, TensorEntry
 from ds4q.artifact.locks import WriteError
 from ds4q.artifact.metadata import canonical
 from ds4q.artifact.readahead import ReadAhead
@@ -385,6 +385,8 @@ def seal(
         sha256 = sha256_stream(file.pread_into, file.file_bytes, seen=check.seen)
         check.finish()
         syncing.result()
+    with Reader(file.path) as reader:
+        metadata_xxh3 = reader.metadata_xxh3
     ours = output.metadata["ds4q"]
     return Receipt(
         file_bytes=file.file_bytes,
@@ -397,6 +399,7 @@ def seal(
         partial=output.partial,
         skipped=plan.skipped,
         tensors=tensor_records(output, results, tables),
+        metadata_xxh3=metadata_xxh3,
         imatrix_sha256=ours.get("imatrix_sha256", ""),
     )
 

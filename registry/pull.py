@@ -18,7 +18,6 @@ import xxhash
 
 from ds4q.artifact.errors import ArtifactError, Ds4qError
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import SUFFIX, Receipt, read_receipt
 from ds4q.registry.blocks import check_room
 from ds4q.registry.entries import Entry, Sidecar
@@ -336,7 +335,8 @@ def damaged_ranges(path: Path, receipt: Receipt) -> list[tuple[int, int]]:
     front = (0, receipt.file_bytes - sum(record.nbytes for record in receipt.tensors))
     try:
         with Reader(path) as reader:
-            if front_digest(reader.header_raw, reader.index_raw) != receipt.index_xxh3:
+            said = receipt.index_xxh3, receipt.metadata_xxh3 or reader.metadata_xxh3
+            if (reader.index_xxh3, reader.metadata_xxh3) != said:
                 return [front]
             buffer = np.empty(READ_BYTES, dtype=np.uint8)
             found = []

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.files import beginning, file_identity, write_whole
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import read_receipt, receipt_path
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.walk import ReceiptDigests
@@ -83,7 +82,7 @@ def sign(artifact: Path, key: Path, out: Path) -> dict[str, str]:
     check = Check("receipt")
     with Reader(artifact) as reader:
         said = ReceiptDigests(check, read_receipt(receipt))
-        said.compare_front(reader, front_digest(reader.header_raw, reader.index_raw))
+        said.compare_front(reader)
     if not check.ok:
         what = f"the receipt is another file's: {check.lines()[0]}"
         raise SigningError(what, path=artifact, remedy="verify the artifact first")

@@ -13,7 +13,6 @@ import xxhash
 
 from ds4q.artifact.errors import ReceiptError
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import find_receipt, receipt_path
 from ds4q.artifact.report import Check
 from ds4q.artifact.walk import ReceiptDigests
@@ -25,6 +24,7 @@ _REMEDY = (
     "put the receipt of this very file beside it, remove the one that is there, or go without "
     "comparing (--no-check-reads)"
 )
+_EARLIER_REMEDY = "ds4q verify compares the whole file; or leave out --require-receipt"
 _NONE_REMEDY = "put the receipt of this very file beside it, or leave out --require-receipt"
 
 
@@ -76,18 +76,22 @@ class Digests:
 
         Raises
         ------
-        ReceiptError : there is no receipt of this file, and ``require`` is set
+        ReceiptError : ``require`` is set, and there is no receipt of this file, or one of an
+            earlier version, which does not cover the metadata
         """
         if require:
-            found = _belonging(reader)
+            earlier: list[str] = []
+            found = _belonging(reader, earlier)
             if found is None:
                 raise ReceiptError(
                     "no receipt: what is loaded cannot be compared",
                     path=reader.path,
                     remedy=_NONE_REMEDY,
                 )
+            if earlier:
+                raise ReceiptError(earlier[0], path=reader.path, remedy=_EARLIER_REMEDY)
             return cls(lambda: found, reader.path, notes)
-        return cls(partial(_belonging, reader), reader.path, notes)
+        return cls(partial(_belonging, reader, notes), reader.path, notes)
 
     def settle(self) -> Mapping[str, bytes] | None:
         """Wait for the receipt: digests by tensor, or None where there is no receipt.
@@ -196,8 +200,10 @@ class Digests:
             )
 
 
-def _belonging(reader: Reader) -> dict[str, bytes] | None:
+def _belonging(reader: Reader, notes: list[str]) -> dict[str, bytes] | None:
     """Digests by tensor of the receipt of an open artifact; None if there is none.
+
+    ``notes`` gets a line where the receipt does not cover the metadata.
 
     Raises
     ------
@@ -225,9 +231,7 @@ def _belonging(reader: Reader) -> dict[str, bytes] | None:
         return None
     path, receipt = found
     check = Check("receipt")
-    ReceiptDigests(check, receipt).compare_front(
-        reader, front_digest(reader.header_raw, reader.index_raw)
-    )
+    ReceiptDigests(check, receipt).compare_front(reader)
     if check.failures:
         first = check.failures[0]
         raise ReceiptError(
@@ -242,4 +246,6 @@ def _belonging(reader: Reader) -> dict[str, bytes] | None:
     missing = next((name for name in reader.tensors if name not in digests), None)
     if missing is not None:
         raise ReceiptError("the receipt lacks a tensor", path=path, tensor=missing, remedy=_REMEDY)
+    if receipt.metadata_note is not None:
+        notes.append(f"{path}: {receipt.metadata_note}")
     return digests

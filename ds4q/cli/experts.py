@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-
 class _Budget(Size):
     """A size, ``auto``, or the 0 that only the artifact can tell the minimum to."""
 

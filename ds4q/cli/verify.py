@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ds4q.runtime.gates import Gate
 
 
-
 @click.command("verify")
 @click.argument(
     "paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH..."

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from ds4q.artifact.codings import Codings
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import find_receipt
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import ROCMFP2, ROCMFP6
@@ -140,7 +139,7 @@ def _pass_over(
     receipt = find_receipt(reader)
     if receipt is not None:
         digests = ReceiptDigests(checks[1], receipt[1])
-        digests.compare_front(reader, front_digest(reader.header_raw, reader.index_raw))
+        digests.compare_front(reader)
         _refuse_faults(reader, checks)
         visitors.append(digests)
     visitors.append(_Writing(checks[2], reader, plan, staging))

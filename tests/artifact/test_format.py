@@ -271,7 +271,7 @@ def test_receipt_fields(number: int, kind: type, extra: list[str]) -> None:
         assert (row["kind"] == f"{digits} hex") == (digits is not None)
     if number == 0:
         formats = re.findall(r"`(.+?)`", rows[0]["content"])
-        assert formats == [receipt.FORMAT, receipt.FORMAT_IMATRIX]
+        assert set(receipt._LACKING) <= set(formats)
 
 
 def test_receipt_source_fields() -> None:

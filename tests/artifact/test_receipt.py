@@ -16,10 +16,8 @@ import zstandard
 
 from ds4q.artifact.errors import ReceiptError
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import (
     FORMAT,
-    FORMAT_IMATRIX,
     Receipt,
     SourceRecord,
     TensorRecord,
@@ -55,6 +53,7 @@ RECEIPT = Receipt(
         ),
         TensorRecord("norm", "F16", (), 2, "d" * 32, (), {"max_error": 0.5}),
     ),
+    metadata_xxh3="9" * 32,
 )
 
 
@@ -65,7 +64,6 @@ def pack(text: bytes, **options: Any) -> bytes:
 def document() -> dict[str, Any]:
     """The receipt's JSON, as it stands in the file."""
     parsed: dict[str, Any] = json.loads(json.dumps({"format": FORMAT} | asdict(RECEIPT)))
-    del parsed["imatrix_sha256"]  # a field of version 2
     return parsed
 
 
@@ -105,7 +103,9 @@ def test_a_receipt_is_canonical_json_in_one_checked_frame() -> None:
     assert sorted(parsed) == [
         "file_bytes",
         "format",
+        "imatrix_sha256",
         "index_xxh3",
+        "metadata_xxh3",
         "partial",
         "recipe",
         "sha256",
@@ -117,22 +117,38 @@ def test_a_receipt_is_canonical_json_in_one_checked_frame() -> None:
     ]
 
 
-def test_a_receipt_that_names_an_imatrix_is_version_2(tmp_path: Path) -> None:
-    weighed = replace(RECEIPT, imatrix_sha256="5" * 64)
-    raw = weighed.encode()
-    found = json.loads(zstandard.ZstdDecompressor().decompress(raw))
-    assert found == document() | {"format": FORMAT_IMATRIX, "imatrix_sha256": "5" * 64}
-    assert read_receipt(written(tmp_path, raw)) == weighed
+V1, V2 = {"format": "ds4q.receipt.v1"}, {"format": "ds4q.receipt.v2"}
+IMATRIX = {"imatrix_sha256": "5" * 64}
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks", "fields"),
+    [
+        (V1, ("imatrix_sha256", "metadata_xxh3"), {}),
+        (V2, ("metadata_xxh3",), IMATRIX),
+    ],
+)
+def test_earlier_versions_are_read(
+    version: dict[str, str], lacks: tuple[str, ...], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    earlier = {k: v for k, v in (document() | version | fields).items() if k not in lacks}
+    found = read_receipt(written(tmp_path, pack(json.dumps(earlier).encode())))
+    assert found == replace(RECEIPT, metadata_xxh3="", **fields)
+    assert "does not cover the metadata" in str(found.metadata_note)
+    assert RECEIPT.metadata_note is None
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format": FORMAT, "imatrix_sha256": "5" * 64}, "has no imatrix_sha256"),
-        ({"format": FORMAT_IMATRIX}, "lacks a field"),
-        ({"format": FORMAT_IMATRIX, "imatrix_sha256": ""}, "without imatrix_sha256"),
-        ({"format": FORMAT_IMATRIX, "imatrix_sha256": "5" * 63}, "wrong kind"),
-        ({"format": FORMAT_IMATRIX, "imatrix_sha256": 5}, "wrong kind"),
+        (V1 | IMATRIX, "v1 has no imatrix_sha256"),
+        (V1, "v1 has no metadata_xxh3"),
+        (V2, "v2 has no metadata_xxh3"),
+        (V2 | {"metadata_xxh3": ""}, "v2 without imatrix_sha256"),
+        ({"metadata_xxh3": ""}, "v3 without metadata_xxh3"),
+        ({"metadata_xxh3": "5" * 31}, "wrong kind"),
+        ({"imatrix_sha256": "5" * 63}, "wrong kind"),
+        ({"imatrix_sha256": 5}, "wrong kind"),
     ],
 )
 def test_versions_are_not_mixed(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -261,14 +277,15 @@ def test_receipt_longer_than_the_limit(tmp_path: Path) -> None:
         (b"", "not JSON"),
         (b"[]", "not a JSON object"),
         (b"{}", "not a receipt of format"),
-        (b'{"format":"ds4q.receipt.v3"}', "not a receipt of format ds4q.receipt.v1"),
+        (b'{"format":"ds4q.receipt.v4"}', "not a receipt of format ds4q.receipt.v1"),
+        (b'{"format":["ds4q.receipt.v3"]}', "not a receipt of format ds4q.receipt.v1"),
         (b'{"format":"ds4q.receipt.v1"}', "lacks a field of Receipt"),
         (b'{"format":1,"format":1}', "a key twice"),
         (b'{"format":"\xff"}', "not UTF-8"),
         (b'{"format":NaN}', "JSON forbids"),
         (b"[" * 100_000, "not JSON"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_text_that_is_no_receipt(text: bytes, words: str, tmp_path: Path) -> None:
     refused(tmp_path, pack(text), words)
@@ -318,6 +335,7 @@ FITS: dict[str, list[Any]] = {
     "tool_version": ["", "x"],
     "source_fingerprint": ["", "x"],
     "source_digest": ["", "x"],
+    "imatrix_sha256": [""],
     "name": ["", "x"],
     "dtype": ["", "x"],
     "shape": [[]],
@@ -375,7 +393,8 @@ def receipt_of(path: Path) -> Receipt:
         return replace(
             RECEIPT,
             file_bytes=reader.file_bytes,
-            index_xxh3=front_digest(reader.header_raw, reader.index_raw),
+            index_xxh3=reader.index_xxh3,
+            metadata_xxh3=reader.metadata_xxh3,
             source_digest=reader.metadata["ds4q"]["source_digest"],
         )
 

@@ -16,7 +16,6 @@ from ds4q.artifact import walk as walk_module
 from ds4q.artifact.codings import Codings
 from ds4q.artifact.errors import ChangedError, PayloadValueError, TruncatedError
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, TensorRecord
 from ds4q.artifact.report import Check, Failure
 from ds4q.artifact.types import TYPES
@@ -240,16 +239,17 @@ def receipt_for(path: Path) -> Receipt:
             )
             for e in reader.tensors.values()
         )
-        front = front_digest(reader.header_raw, reader.index_raw)
+        digests = reader.index_xxh3, reader.metadata_xxh3
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     size = path.stat().st_size
-    return Receipt(size, sha256, front, "fp4", "0", "", "", False, (), records)
+    front, told = digests
+    return Receipt(size, sha256, front, "fp4", "0", "", "", False, (), records, told)
 
 
 def compared(path: Path, receipt: Receipt) -> list[str]:
     visitor = ReceiptDigests(Check("receipt"), receipt)
     with Reader(path) as reader:
-        visitor.compare_front(reader, front_digest(reader.header_raw, reader.index_raw))
+        visitor.compare_front(reader)
         sha256 = walk(reader, [visitor], threads=2, sha256=True, advance=lambda nbytes: None)
     assert sha256 is not None
     visitor.compare_sha256(sha256)
@@ -280,7 +280,8 @@ def test_one_changed_padding_bit(path: Path) -> None:
     data[4000] ^= 1
     path.write_bytes(data)
     (line,) = compared(path, receipt)
-    assert line.startswith("SHA-256 of the file differs from the receipt; index and payloads agree")
+    assert line.startswith("SHA-256 of the file differs from the receipt, and all else agrees: ")
+    assert "the padding differs" in line
 
 
 def test_receipt_that_lists_other_tensors(path: Path) -> None:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from click.testing import CliRunner, Result
 
+from ds4q.artifact.receipt import receipt_path
 from ds4q.cli import main
 from ds4q.cli.chat import PREFIX_CACHE_BYTES
 from ds4q.cli.loading import compile_notice
 from ds4q.hipkern.sim.control import Control
 from ds4q.registry.entries import local_registry_path
 from ds4q.runtime.engine import Engine
+from tests.quantize.damage import rebuild
 from tests.registry.documents import document, entry
 
 ASK = ["-p", "hi", "--temp", "0", "--max-tokens", "3"]
@@ -290,3 +293,71 @@ def test_an_encoding_file_that_is_none_is_refused(tiny_artifact: Path, tmp_path:
         assert (result.exit_code, result.stdout) == (1, "")
         assert "encoding_dsv4.py" in result.stderr
     assert run(tiny_artifact, "--encoding", str(tmp_path / "no-such")).exit_code == 2
+
+
+# --- what is loaded is what the receipt says
+
+
+def sealed_again(artifact: Path, out: Path) -> Path:
+    """``artifact`` with another ``rms_norm_eps``, sound in itself, beside the receipt as it was."""
+
+    def other(words: dict[str, Any]) -> dict[str, Any]:
+        return words | {"config": words["config"] | {"rms_norm_eps": 0.001}}
+
+    rebuild(artifact, out, metadata=other)
+    receipt_path(out).write_bytes(receipt_path(artifact).read_bytes())
+    return out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run {forged} -p hi --max-tokens 1",
+        "run {forged} -p hi --max-tokens 1 --require-receipt",
+        "run {forged} -p hi --max-tokens 1 --expert-cache 3MB",
+        "calibrate {forged} --text {text} -o {out}",
+        "export {forged} --to safetensors -o {out}",
+        "verify {forged}",
+        "verify {sound} --gate divergence --against {forged} --text {text} --tokens 512 "
+        "--window 256",
+    ],
+)
+def test_metadata_that_was_sealed_again_is_seen(
+    words: str, tiny_artifact: Path, tmp_path: Path
+) -> None:
+    forged = sealed_again(tiny_artifact, tmp_path / "m.hfq")
+    text = tmp_path / "t.txt"
+    text.write_text("Repeat exactly: " * 60)
+    places = {"forged": forged, "sound": tiny_artifact, "text": text, "out": tmp_path / "out"}
+    result = CliRunner().invoke(main, [word.format(**places) for word in words.split()])
+    assert result.exit_code == 1, result.stdout
+    assert "metadata differs from the receipt" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def earlier_version(artifact: Path) -> None:
+    """Have the receipt of an artifact be of version 1, which does not cover the metadata."""
+    path = receipt_path(artifact)
+    document = json.loads(zstandard.ZstdDecompressor().decompress(path.read_bytes()))
+    del document["metadata_xxh3"], document["imatrix_sha256"]
+    text = json.dumps(document | {"format": "ds4q.receipt.v1"}).encode()
+    path.write_bytes(zstandard.ZstdCompressor().compress(text))
+
+
+def test_a_receipt_of_an_earlier_version_is_used_and_named(
+    tiny_artifact: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.hfq"
+    path.write_bytes(tiny_artifact.read_bytes())
+    receipt_path(path).write_bytes(receipt_path(tiny_artifact).read_bytes())
+    earlier_version(path)
+    note = "the receipt is of an earlier version, which does not cover the metadata"
+    result = run(path)
+    assert result.exit_code == 0
+    assert note in result.stderr
+    result = run(path, "--require-receipt")
+    assert result.exit_code == 1
+    assert note in result.stderr
+    result = CliRunner().invoke(main, ["verify", str(path)])
+    assert result.exit_code == 0
+    assert note in result.stdout

@@ -48,9 +48,7 @@ def test_an_earlier_one_is_replaced_and_a_file_about_it_is_not(
     _refused(name, out, places)
 
 
-def test_a_baseline_is_recognized_by_its_beginning(
-    places: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_baseline_is_recognized_by_its_beginning(places: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(out, {}, {}, {})
     assert is_baseline(out.read_bytes())

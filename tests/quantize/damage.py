@@ -41,10 +41,10 @@ def new_receipt(path: Path) -> None:
             for record in old.tensors
             if record.name in reader.tensors
         )
-        index = front_digest(reader.header_raw, reader.index_raw)
+        front = replace(old, index_xxh3=reader.index_xxh3, metadata_xxh3=reader.metadata_xxh3)
     data = path.read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
-    new = replace(old, tensors=records, sha256=sha256, index_xxh3=index, file_bytes=len(data))
+    new = replace(front, tensors=records, sha256=sha256, file_bytes=len(data))
     receipt_path(path).write_bytes(new.encode())
 
 

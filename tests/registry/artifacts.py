@@ -11,7 +11,6 @@ import numpy as np
 import xxhash
 
 from ds4q.artifact.hfq import Reader
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, TensorRecord, receipt_path
 from ds4q.artifact.types import BY_NAME
 from ds4q.artifact.writer import TensorSpec, layout
@@ -41,11 +40,12 @@ def write(path: Path, tensors: int, rows: int, seed: int = 0) -> Receipt:
             digest = xxhash.xxh3_128_hexdigest(payload)
             records.append(TensorRecord(spec.name, "F32", spec.shape, spec.nbytes, digest, ()))
     with Reader(path) as reader:
-        index = front_digest(reader.header_raw, reader.index_raw)
+        index, told = reader.index_xxh3, reader.metadata_xxh3
     receipt = Receipt(
         file_bytes=plan.file_bytes,
         sha256=whole.hexdigest(),
-        index_xxh3=index or "",
+        index_xxh3=index,
+        metadata_xxh3=told,
         recipe="fp4",
         tool_version="0",
         source_fingerprint="0" * 32,

@@ -45,7 +45,9 @@ def expert_records(kind: str = "HFP4G32", layers: int = LAYERS) -> Iterator[Tens
 
 
 def receipt_of(tensors: tuple[TensorRecord, ...], recipe: str = "fp4") -> Receipt:
-    return Receipt(5, SHA_A, "0" * 32, recipe, "x.y", "0" * 64, "c" * 64, False, (), tensors)
+    return Receipt(
+        5, SHA_A, "0" * 32, recipe, "x.y", "0" * 64, "c" * 64, False, (), tensors, "1" * 32
+    )
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ import xxhash
 from ds4q.artifact.formats import codec_for
 from ds4q.artifact.formats.hfp4g32 import repack
 from ds4q.artifact.hfq import ARCH_DEEPSEEK4, Reader
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.numeric import E4M3, E8M0, bf16_to_f32
 from ds4q.artifact.receipt import Receipt, TensorRecord, receipt_path
 from ds4q.artifact.types import BF16, F16, F32, HFP4G32, TIDI32, TYPES, TensorType
@@ -106,7 +105,8 @@ def put_receipt(path: Path) -> Path:
         receipt = Receipt(
             file_bytes=reader.file_bytes,
             sha256="5" * 64,
-            index_xxh3=front_digest(reader.header_raw, reader.index_raw),
+            index_xxh3=reader.index_xxh3,
+            metadata_xxh3=reader.metadata_xxh3,
             recipe=ours.get("recipe", "fp4"),
             tool_version=ours.get("tool_version", "0"),
             source_fingerprint=ours.get("source_fingerprint", "7" * 64),

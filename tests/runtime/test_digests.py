@@ -14,7 +14,6 @@ import xxhash
 
 from ds4q.artifact.errors import ReceiptError
 from ds4q.artifact.hfq import Reader, TensorEntry
-from ds4q.artifact.metadata import front_digest
 from ds4q.artifact.receipt import Receipt, TensorRecord, receipt_path
 from ds4q.artifact.types import TYPES
 from ds4q.runtime import digests as digests_module
@@ -44,7 +43,8 @@ def receipt_of(path: Path) -> Receipt:
         return Receipt(
             file_bytes=reader.file_bytes,
             sha256="5" * 64,
-            index_xxh3=front_digest(reader.header_raw, reader.index_raw),
+            index_xxh3=reader.index_xxh3,
+            metadata_xxh3=reader.metadata_xxh3,
             skipped=(),
             tensors=tuple(
                 TensorRecord(
