@@ -18,7 +18,6 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from ds4q.artifact.errors import (
     ArtifactError,
@@ -36,6 +35,7 @@ from ds4q.artifact.errors import (
 from ds4q.artifact.files import advise
 from ds4q.artifact.hfq2 import OFFSET_UNIT, read_tail
 from ds4q.artifact.metadata import (
+    any_metadata_digest,
     front_digest,
     metadata_digest,
     object_length,
@@ -323,8 +323,7 @@ class Reader:
     @property
     def metadata_xxh3(self) -> str:
         """xxh3-128 (hex) of the metadata as found, its own digest blanked where it has one."""
-        raw = self.metadata_raw
-        return metadata_digest(raw) or xxhash.xxh3_128(raw).hexdigest()
+        return any_metadata_digest(self.metadata_raw)
 
     def _check_front_digests(self, entries: list[TensorEntry]) -> None:
         """Files of ds4q carry digests of metadata and index: a changed byte is refused at open."""

@@ -70,6 +70,11 @@ def metadata_digest(raw: bytes) -> str | None:
     return hasher.hexdigest()
 
 
+def any_metadata_digest(raw: bytes) -> str:
+    """``metadata_digest``, or xxh3-128 (hex) of all of ``raw`` where it holds none of its own."""
+    return metadata_digest(raw) or xxhash.xxh3_128(raw).hexdigest()
+
+
 def parse_metadata(raw: bytes, path: object = None) -> dict[str, Any]:
     """One strict JSON object: UTF-8, no duplicate key, no NaN or infinity, no lone surrogate."""
 

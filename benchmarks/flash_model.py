@@ -64,7 +64,7 @@ def write(path: Path, recipe: str, config: Mapping[str, Any]) -> Output:
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 jobs = enumerate(output.tensors)
                 list(pool.map(lambda job: _fill(file, job[1], job[0], config), jobs))
-            file.pwrite(output.front("0" * 64), 0)
+            file.pwrite(output.layout.front(output.sealed("0" * 64)), 0)
             os.replace(file.path, path)
             file.close()
     return output

@@ -150,6 +150,8 @@ def quantize(
             else:
                 with progress("quantize", plan.payload_bytes) as advance:
                     summary = job.run(threads, advance)
+        elif not dry_run:
+            job.files.remove_journal()
         return replace(summary, warnings=tuple(given))
 
 

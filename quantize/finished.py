@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import ArtifactError
@@ -17,8 +16,6 @@ from ds4q.quantize.pipeline import ReadBack, source_digest
 from ds4q.quantize.plan import Output, Plan
 
 Advance = Callable[[int], None]
-Place = Callable[[Path], Path]
-"""Maps a final name to where the file is."""
 
 
 class DamagedOutputError(JobError):
@@ -28,7 +25,7 @@ class DamagedOutputError(JobError):
     cure = "make it again with --force"
 
 
-def planned_receipts(plan: Plan, place: Place) -> list[Receipt] | None:
+def planned_receipts(plan: Plan) -> list[Receipt] | None:
     """Receipts of a plan's outputs; None unless all are there and fit plan and files.
 
     Payloads are not read.
@@ -36,8 +33,8 @@ def planned_receipts(plan: Plan, place: Place) -> list[Receipt] | None:
     receipts = []
     for output in plan.outputs:
         try:
-            receipt = read_receipt(place(receipt_path(output.path)))
-            with Reader(place(output.path)) as reader:
+            receipt = read_receipt(receipt_path(output.path))
+            with Reader(output.path) as reader:
                 if not _is_planned(plan, output, reader, receipt):
                     return None
         except (ArtifactError, OSError):
@@ -47,25 +44,22 @@ def planned_receipts(plan: Plan, place: Place) -> list[Receipt] | None:
 
 
 def whole_receipts(
-    plan: Plan, checkpoint: Checkpoint, place: Place, advance: Advance
+    plan: Plan, checkpoint: Checkpoint, receipts: list[Receipt], advance: Advance
 ) -> tuple[Receipt, ...]:
-    """The receipts of a plan's outputs, after every byte was compared with them.
+    """``planned_receipts``, after every byte of the outputs was compared with them.
 
     Raises ``DamagedOutputError`` for the first file that differs.
     """
-    receipts = planned_receipts(plan, place)
-    if receipts is None:
-        raise DamagedOutputError("not the output of this job", path=plan.outputs[0].path)
     digests: dict[str, str] = {}
     for output, receipt in zip(plan.outputs, receipts, strict=True):
-        with Reader(place(output.path)) as reader:
+        with Reader(output.path) as reader:
             _compare(reader, receipt, advance)
         digests |= {source.name: source.xxh3 for t in receipt.tensors for source in t.sources}
     known = digests.keys() <= checkpoint.tensors.keys()
     if not known or source_digest(checkpoint, digests) != receipts[0].source_digest:
         raise DamagedOutputError(
             "the receipt's digests of the source contradict each other",
-            path=place(receipt_path(plan.outputs[0].path)),
+            path=receipt_path(plan.outputs[0].path),
         )
     return tuple(receipts)
 

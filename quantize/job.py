@@ -22,23 +22,23 @@ from ds4q.artifact.locks import LockedError, WriteError
 from ds4q.artifact.receipt import Receipt, receipt_path
 from ds4q.artifact.report import json_text
 from ds4q.artifact.types import RAW, TYPES
-from ds4q.artifact.writer import PartialFile
 from ds4q.quantize.audit import Audit
 from ds4q.quantize.checkpoint import CONFIG, OBJECTS, TEXTS, Checkpoint
 from ds4q.quantize.convert import Events
 from ds4q.quantize.deepseek4 import Part
 from ds4q.quantize.errors import JobError, SaturationError
-from ds4q.quantize.finished import DamagedOutputError, planned_receipts, whole_receipts
+from ds4q.quantize.finished import planned_receipts, whole_receipts
 from ds4q.quantize.generation import not_applied
 from ds4q.quantize.index import INDEX
 from ds4q.quantize.journal import Earlier, Journal, JournalError, check_identity, read_journal
 from ds4q.quantize.outputs import (
     RECIPE_SUFFIX,
     REPORT_SUFFIX,
+    OutputFile,
     OutputFiles,
+    StandingFile,
     UnfinishedError,
     partial_path,
-    standing,
 )
 from ds4q.quantize.pipeline import Packed, Pipeline, seal, source_digest
 from ds4q.quantize.plan import Output, Plan, sidecar_path
@@ -150,7 +150,7 @@ class Job:
     resume: bool = False
     force: bool = False
     files: OutputFiles = field(init=False)
-    _files: list[PartialFile] = field(default_factory=list)
+    _files: list[OutputFile] = field(default_factory=list)
     _journal: Journal | None = None
     _finished: bool = False  # a file has its final name: only --resume can put the rest right
 
@@ -216,8 +216,8 @@ class Job:
     def _check_space(self) -> None:
         tensors = sum(len(output.layout.entries) for output in self.plan.outputs)
         needed = self.plan.file_bytes + tensors * RECEIPT_BYTES_PER_TENSOR
-        partials = map(partial_path, self.files.targets)
-        held = sum(path.stat().st_blocks * 512 for path in partials if path.exists())
+        partials = filter(Path.exists, self.files.partials)
+        held = sum(path.stat().st_blocks * 512 for path in partials)
         free = free_bytes(self.out.parent)
         if needed > free + held:
             raise SpaceError(
@@ -233,14 +233,16 @@ class Job:
 
         Raises ``DamagedOutputError`` where a file of this plan differs from its receipt.
         """
-        if not self.resume or self.force or os.path.lexists(self.files.journal):
+        if not self.resume or self.force or any(map(os.path.lexists, self.files.partials)):
             return None
-        if planned_receipts(self.plan, lambda path: path) is None:
+        earlier = self._read_journal()
+        if earlier is not None and not earlier.published:
             return None
-        if not self._texts_are_planned():
+        planned = planned_receipts(self.plan)
+        if planned is None or not self._texts_are_planned():
             return None
         with progress("check", self.plan.file_bytes) as advance:
-            receipts = whole_receipts(self.plan, self.checkpoint, lambda path: path, advance)
+            receipts = whole_receipts(self.plan, self.checkpoint, planned, advance)
         return Summary(self.plan, self.budget, receipts, already_done=True)
 
     def _texts_are_planned(self) -> bool:
@@ -260,16 +262,9 @@ class Job:
         """
         begin = time.perf_counter()
         try:
-            earlier = self._earlier()
-            receipts = self._published_receipts(earlier)
-            if receipts is not None:
-                kept_bytes = self.plan.payload_bytes
-                advance(kept_bytes)
-                self._finished = True
-                self._rename()
-            else:
-                self._start(earlier)
-                receipts, kept_bytes = self._write(earlier, threads, advance)
+            earlier = self._read_journal() if self.resume and not self.force else None
+            self._start(earlier)
+            receipts, kept_bytes = self._write(earlier, threads, advance)
         except Exception as error:
             if (stop := stops.stop_behind(error)) is not None:
                 raise stop from error
@@ -284,27 +279,12 @@ class Job:
         seconds = time.perf_counter() - begin
         return Summary(self.plan, self.budget, receipts, seconds, resumed_bytes=kept_bytes)
 
-    def _earlier(self) -> Earlier | None:
-        """What an earlier run left, where the user wants to go on with it."""
-        return self._read_journal() if self.resume and not self.force else None
-
-    def _published_receipts(self, earlier: Earlier | None) -> tuple[Receipt, ...] | None:
-        """Receipts of finished files whose renames were cut off; None: there is more to do.
-
-        Only whole files may get a name, and only of this source: they are read again.
-        """
-        if earlier is None or not earlier.published or earlier.shards != _marks(self.checkpoint):
-            return None
-        try:
-            return whole_receipts(self.plan, self.checkpoint, standing, lambda nbytes: None)
-        except DamagedOutputError:
-            return None
-
     def _start(self, earlier: Earlier | None) -> None:
         """Open partial files and journal, fresh or as an earlier run left them."""
         begun = None if earlier is not None else self._read_journal()
         for output in self.plan.outputs:
-            self._files.append(self.files.open_partial(output))
+            self._files.append(self.files.open_output(output))
+        self._finished = any(isinstance(file, StandingFile) for file in self._files)
         if earlier is not None:
             self._journal = Journal.reopen(self.files.journal, earlier)
         else:
@@ -347,9 +327,9 @@ class Job:
         receipts = []
         for file, output, packed in zip(self._files, self.plan.outputs, results, strict=True):
             receipts.append(seal(file, output, self.plan, packed, digest))
-            self.files.write_partial(receipt_path(output.path), receipts[-1].encode())
+            self.files.write_small(receipt_path(output.path), receipts[-1].encode())
         for path, text in self.files.texts.items():
-            self.files.write_partial(path, text)
+            self.files.write_small(path, text)
         journal.publish()
         self._rename()
         kept_bytes = sum(packed.kept_bytes for packed in pipeline.results.values())

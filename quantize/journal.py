@@ -163,7 +163,7 @@ class Earlier:
     """What an earlier run left: its identity, the blocks it wrote, whether only renames are left.
 
     ``replaces`` are final names that its user allowed to be replaced, with what the files were.
-    ``valid_bytes`` ends behind the last whole line that is not about the renames.
+    ``valid_bytes`` ends behind the last whole line; behind the one about the renames none is read.
     """
 
     identity: dict[str, Any]
@@ -213,6 +213,7 @@ def read_journal(path: Path) -> Earlier | None:
         while (document := _document(line := file.readline(MAX_LINE_BYTES))) is not None:
             if document == {"publish": True}:
                 published = True
+                valid_bytes += len(line)
                 break
             block = _block(document, path)
             blocks[block.key] = block

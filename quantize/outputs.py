@@ -20,6 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from ds4q.artifact.files import (
     AppearedError,
     ForeignFileError,
@@ -29,11 +32,13 @@ from ds4q.artifact.files import (
     file_identity,
     file_kind,
     fsync_folder,
+    named,
+    open_regular,
     publish,
     read_head,
     remove_own,
 )
-from ds4q.artifact.hfq import MAGIC
+from ds4q.artifact.hfq import MAGIC, flat
 from ds4q.artifact.locks import LockedError, WriteError
 from ds4q.artifact.receipt import is_receipt, receipt_path
 from ds4q.artifact.writer import PARTIAL_SUFFIX, PartialFile
@@ -42,6 +47,7 @@ from ds4q.quantize.errors import JobError
 from ds4q.quantize.journal import Earlier, is_journal, journal_path
 from ds4q.quantize.plan import Output, Plan
 
+U8 = npt.NDArray[np.uint8]
 MARK = b"ds4q.unfinished.job\n"  # of a partial file before it is sealed
 RECIPE_SUFFIX = ".plan.toml"  # beside an artifact of a budget: the recipe that repeats it
 REPORT_SUFFIX = ".plan.json"  # and what was chosen, and why
@@ -69,15 +75,71 @@ class OutputPlaceError(JobError):
     rule = "output cannot be written there"
 
 
+class StandingError(JobError):
+    """What an earlier run of a job published before it was cut off is not what the job makes."""
+
+    rule = "the file has its final name, and is not what this job makes"
+    cure = "move it away, then run the command again with --resume"
+
+
+class StandingFile:
+    """An output that an earlier run published, in place of the partial file.
+
+    Nothing is written to it: what would be has to be there, else ``StandingError``.
+    """
+
+    def __init__(self, path: Path, file_bytes: int) -> None:
+        self.path = path
+        self.file_bytes = file_bytes
+        self._fd = open_regular(path, follow=False)
+
+    def pwrite(self, data: bytes | U8, offset: int) -> None:
+        """Compare ``data`` with what is at ``offset``."""
+        wanted = np.frombuffer(flat(data), dtype=np.uint8)
+        there = np.empty_like(wanted)
+        self.pread_into(there, offset)
+        if not np.array_equal(there, wanted):
+            raise StandingError(path=self.path, found=f"other bytes from byte {offset:,} on")
+
+    def pread_into(self, out: U8, offset: int) -> None:
+        """Fill ``out`` from ``offset``."""
+        with named(self.path):
+            done = 0
+            while done < out.nbytes:
+                n = os.preadv(self._fd, [out.data[done:]], offset + done)
+                if n == 0:
+                    raise StandingError(path=self.path, found="a shorter file")
+                done += n
+
+    def reset(self) -> None:
+        """Nothing is begun anew."""
+
+    def allocate(self) -> None:
+        """Hold the length to the plan."""
+        found = os.fstat(self._fd).st_size
+        if found != self.file_bytes:
+            raise StandingError(path=self.path, expected=self.file_bytes, found=found)
+
+    def sync(self) -> None:
+        """Nothing was written."""
+
+    def discard(self) -> None:
+        """Nothing was begun."""
+        self.close()
+
+    def close(self) -> None:
+        """The file stays."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+OutputFile = PartialFile | StandingFile
+
+
 def partial_path(path: Path) -> Path:
     """Where the file that will be ``path`` is until it is published."""
     return path.with_name(path.name + PARTIAL_SUFFIX)
-
-
-def standing(path: Path) -> Path:
-    """Where a finished file is whose publishing may have been cut off."""
-    partial = partial_path(path)
-    return partial if os.path.lexists(partial) else path
 
 
 def is_artifact(head: bytes) -> bool:
@@ -109,6 +171,7 @@ class OutputFiles:
     _earlier: Earlier | None = None
     _lengths: dict[str, int] = field(default_factory=dict)  # of artifacts that a journal names
     _replaceable: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    _standing: set[Path] = field(default_factory=set)  # published by a run that was cut off
 
     @property
     def out(self) -> Path:
@@ -127,6 +190,11 @@ class OutputFiles:
         for output in reversed(self.plan.outputs):
             paths += [receipt_path(output.path), output.path]
         return paths
+
+    @property
+    def partials(self) -> Iterator[Path]:
+        """Where the files of ``targets`` are until they are published."""
+        return map(partial_path, self.targets)
 
     # ------------------------------------------------------------ before work
 
@@ -190,12 +258,12 @@ class OutputFiles:
         if found is None or self.force:
             return
         earlier = self._earlier if resume else None
-        if earlier is not None and (
-            earlier.replaces.get(path.name) == found or self._published(path, earlier)
-        ):
+        if earlier is not None and earlier.replaces.get(path.name) == found:
             self._replaceable[path] = found
-            return
-        raise OutputExistsError(path=path)
+        elif earlier is not None and self._published(path, earlier):
+            self._standing.add(path)
+        else:
+            raise OutputExistsError(path=path)
 
     def _check_trunk(self) -> bool:
         """Whether a regular file that is not an input has the trunk's name."""
@@ -249,8 +317,10 @@ class OutputFiles:
 
     # ------------------------------------------------------------ work
 
-    def open_partial(self, output: Output) -> PartialFile:
-        """The locked partial file of an output."""
+    def open_output(self, output: Output) -> OutputFile:
+        """The locked partial file of an output, or the file that was published."""
+        if output.path in self._standing:
+            return StandingFile(output.path, output.layout.file_bytes)
         return PartialFile(
             output.path,
             output.layout.file_bytes,
@@ -259,8 +329,15 @@ class OutputFiles:
             inputs=self.inputs,
         )
 
-    def write_partial(self, path: Path, data: bytes) -> None:
-        """Write a small file whole and durably under the partial name of ``path``."""
+    def write_small(self, path: Path, data: bytes) -> None:
+        """Write a small file whole and durably under the partial name of ``path``.
+
+        Where ``path`` itself was published, it is compared instead.
+        """
+        if path in self._standing:
+            if read_head(path, len(data) + 1) != data:
+                raise StandingError(path=path)
+            return
         partial = partial_path(path)
         if claim(partial, self._kind(path), inputs=self.inputs) is not None:
             partial.unlink()
@@ -297,6 +374,10 @@ class OutputFiles:
                 raise self._appeared(path) from None
             yield path
         fsync_folder(self.out.parent)
+        self.remove_journal()
+
+    def remove_journal(self) -> None:
+        """Remove the journal of a job that is done."""
         remove_own(self.journal, is_journal)
         fsync_folder(self.out.parent)
 

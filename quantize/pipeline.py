@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +23,12 @@ import xxhash
 from ds4q.artifact.digest import sha256_stream
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.formats.hfp4g32 import BLOCK as FP4_BLOCK
-from ds4q.artifact.hfq import Reader, TensorEntry
+from ds4q.artifact.hfq import TensorEntry
 from ds4q.artifact.locks import WriteError
-from ds4q.artifact.metadata import canonical
+from ds4q.artifact.metadata import any_metadata_digest, canonical
 from ds4q.artifact.readahead import ReadAhead
 from ds4q.artifact.receipt import Receipt, SourceRecord, TensorRecord
 from ds4q.artifact.types import MIXED, RAW, ROCMFPX, row_runs
-from ds4q.artifact.writer import PartialFile
 from ds4q.quantize.audit import Audit
 from ds4q.quantize.books import FittedBooks
 from ds4q.quantize.checkpoint import Checkpoint
@@ -37,6 +36,7 @@ from ds4q.quantize.convert import Encoding, Events, pack
 from ds4q.quantize.errors import SaturationError
 from ds4q.quantize.fitting import Fitting, books_text
 from ds4q.quantize.journal import BlockRecord, Journal, Key
+from ds4q.quantize.outputs import OutputFile
 from ds4q.quantize.plan import Output, Plan, PlannedTensor
 from ds4q.quantize.rows import CHUNK_BYTES, Buffers, RowReader, source_ranges
 
@@ -97,7 +97,7 @@ class Pipeline:
         checkpoint: Checkpoint,
         audit: Audit,
         plan: Plan,
-        files: list[PartialFile],
+        files: Sequence[OutputFile],
         journal: Journal,
         earlier: Mapping[Key, BlockRecord],
         advance: Advance,
@@ -315,7 +315,7 @@ class WrittenTable:
     repairs: int
 
 
-def write_tables(file: PartialFile, output: Output, results: list[Packed]) -> list[WrittenTable]:
+def write_tables(file: OutputFile, output: Output, results: list[Packed]) -> list[WrittenTable]:
     """Write the decode tables of an output, once the books of all its tensors are known."""
     written = []
     for table in output.tables:
@@ -368,7 +368,7 @@ def tensor_records(
 
 
 def seal(
-    file: PartialFile, output: Output, plan: Plan, results: list[Packed], digest: str
+    file: OutputFile, output: Output, plan: Plan, results: list[Packed], digest: str
 ) -> Receipt:
     """Write tables and front, read the file back against its digests, sync it.
 
@@ -376,7 +376,8 @@ def seal(
     things.
     """
     tables = write_tables(file, output, results)
-    file.pwrite(output.front(digest, [(t.sha256, t.repairs) for t in tables]), 0)
+    metadata = output.sealed(digest, [(t.sha256, t.repairs) for t in tables])
+    file.pwrite(output.layout.front(metadata), 0)
     packed = [(t.entry, r.packed) for t, r in zip(output.tensors, results, strict=True)]
     packed += [(t.entry, w.xxh3) for t, w in zip(output.tables, tables, strict=True)]
     check = ReadBack(file.path, packed)
@@ -385,8 +386,6 @@ def seal(
         sha256 = sha256_stream(file.pread_into, file.file_bytes, seen=check.seen)
         check.finish()
         syncing.result()
-    with Reader(file.path) as reader:
-        metadata_xxh3 = reader.metadata_xxh3
     ours = output.metadata["ds4q"]
     return Receipt(
         file_bytes=file.file_bytes,
@@ -399,7 +398,7 @@ def seal(
         partial=output.partial,
         skipped=plan.skipped,
         tensors=tensor_records(output, results, tables),
-        metadata_xxh3=metadata_xxh3,
+        metadata_xxh3=any_metadata_digest(metadata),
         imatrix_sha256=ours.get("imatrix_sha256", ""),
     )
 

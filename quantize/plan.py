@@ -169,8 +169,8 @@ class Output:
         """Whether it lacks a part of its model."""
         return bool(self.metadata["ds4q"]["partial"])
 
-    def front(self, source_digest: str, tables: Sequence[tuple[str, int]] = ()) -> bytes:
-        """Header, sealed metadata, index and padding, once the source has been read.
+    def sealed(self, source_digest: str, tables: Sequence[tuple[str, int]] = ()) -> bytes:
+        """The sealed metadata, once the source has been read.
 
         ``tables`` gives SHA-256 and repaired levels of each of ``tables``, in their order.
         """
@@ -187,7 +187,7 @@ class Output:
                 digests={name: sha256 for name, (sha256, _) in found.items()},
                 repairs={name: repairs for name, (_, repairs) in found.items()},
             )
-        return self.layout.front(seal(metadata))
+        return seal(metadata)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def test_entries_are_sorted_with_the_tables_among_them(tmp_path: Path) -> None:
 def test_the_metadata_keeps_its_length_when_digests_come(tmp_path: Path) -> None:
     trunk = small_plan(tmp_path, RECIPES["mix"])
     digests = [(f"{n:064x}", n) for n in range(len(trunk.tables))]
-    front = trunk.front("ab" * 32, digests)
+    front = trunk.layout.front(trunk.sealed("ab" * 32, digests))
     assert len(front) == trunk.layout.data_offset
     text = front[32 : 32 + object_length(memoryview(front)[32:], None)]
     found = parse_metadata(text)["rocmfpx"]

@@ -38,6 +38,7 @@ from ds4q.quantize.outputs import MARK
 from tests.checks import check_refused
 from tests.quantize import models, traps
 from tests.quantize.builders import RANDOM
+from tests.quantize.damage import flip, new_receipt
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,7 +134,7 @@ def test_killed_again_and_again(
         assert server.job(source, out, resume=number > 0, call=call, n=n)["killed"], (call, n)
         check_nothing_half_made(tmp_path, expected)
     ended = server.job(source, out, resume=True)
-    assert (ended["error"], ended["counts"]["pwrite"]) == (None, 0)  # all was there
+    assert (ended["error"], ended["counts"]["pwrite"]) == (None, 2)  # the fronts; the rest is there
     assert models.digests(tmp_path) == expected
 
 
@@ -261,7 +262,10 @@ def test_a_damaged_file_gets_no_final_name(
     expected: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Whatever happened to the finished files between the kill and --resume is packed again."""
+    """What happened to the finished files between the kill and --resume is packed again.
+
+    Those that have their final name are not written to: they may be the user's by now.
+    """
     out = tmp_path / "x.hfq"
     server.job(source, out, call="replace", n=3)
     path = tmp_path / f"{name}.partial"
@@ -269,6 +273,36 @@ def test_a_damaged_file_gets_no_final_name(
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.write_bytes(data)
+    if path.name == name:
+        before = final_names(tmp_path)
+        error = server.job(source, out, resume=True)["error"]
+        assert f"{path}: " in error
+        assert "not what this job makes" in error
+        assert "move it away, then run the command again with --resume" in error
+        assert final_names(tmp_path) == before
+        path.unlink()
+    assert server.job(source, out, resume=True)["error"] is None
+    assert models.digests(tmp_path) == expected
+
+
+def test_nor_does_a_file_that_agrees_with_its_receipt_alone(
+    server: traps.Server, source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """A journal that says "published" proves nothing of what lies in the partial files."""
+    out, aside = tmp_path / "x.hfq", tmp_path / "aside"
+    server.job(source, out, call="replace", n=1)
+    aside.mkdir()
+    for name in ("x.hfq", "x.hfq.receipt"):
+        (tmp_path / f"{name}.partial").rename(aside / name)
+    with Reader(aside / "x.hfq") as reader:
+        name = "layers.0.ffn.experts.0.w1.weight"
+        end = reader.tensors[name].offset + reader.tensors[name].nbytes
+    flip(aside / "x.hfq", end - 1, 0x11)
+    new_receipt(aside / "x.hfq")
+    assert api.verify(aside / "x.hfq").ok  # nothing but the source tells
+    for path in aside.iterdir():
+        path.rename(tmp_path / f"{path.name}.partial")
+    aside.rmdir()
     assert server.job(source, out, resume=True)["error"] is None
     assert models.digests(tmp_path) == expected
 
