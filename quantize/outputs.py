@@ -7,7 +7,7 @@ as well, until the file that has it is proven to be ds4q's own, which no option 
 - a journal, a receipt, a plan and a draft by how they begin;
 - an unfinished artifact by ``MARK``, which it has from its first moment until it is sealed. From
   then on it begins as an artifact does, and is ds4q's if a journal beside it names it with its
-  length.
+  length, or, where it is shorter, with its source.
 """
 
 from __future__ import annotations
@@ -310,10 +310,17 @@ class OutputFiles:
     def _unfinished(self, path: Path) -> Recognize:
         """How the partial file of an artifact is recognized, sealed or not."""
         nbytes = self._lengths.get(path.name)
-        return lambda head: (
-            head.startswith(MARK)
-            or (is_artifact(head) and partial_path(path).lstat().st_size == nbytes)
-        )
+        source = "" if self._earlier is None else self._earlier.identity.get("source_fingerprint")
+
+        def ours(head: bytes) -> bool:
+            if head.startswith(MARK) or not is_artifact(head) or nbytes is None:
+                return head.startswith(MARK)
+            found = partial_path(path).lstat().st_size
+            # A power loss can cut a sealed file; its metadata then still names the job's source.
+            cut = found < nbytes and f'"source_fingerprint":"{source}"'.encode() in head
+            return found == nbytes or cut
+
+        return ours
 
     # ------------------------------------------------------------ work
 

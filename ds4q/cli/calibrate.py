@@ -48,7 +48,11 @@ if TYPE_CHECKING:
     metavar="N",
     help="Tokens that are read in one context: BOS and N-1 of the text.",
 )
-@click.option("--force", is_flag=True, help="Replace an output file that is no imatrix.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace an output file that is no imatrix, but no artifact or receipt.",
+)
 @click.option(
     "--expert-cache",
     type=experts.BUDGET,

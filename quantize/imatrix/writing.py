@@ -15,8 +15,10 @@ import numpy.typing as npt
 import xxhash
 
 from ds4q.artifact.files import read_head
+from ds4q.artifact.hfq import MAGIC
 from ds4q.artifact.metadata import canonical
 from ds4q.artifact.newfile import NewFile
+from ds4q.artifact.receipt import is_receipt
 from ds4q.quantize.errors import JobError
 from ds4q.quantize.imatrix.own import BEGINNING, DTYPES, FORMAT, LayerStatistics
 from ds4q.quantize.safetensors import LENGTH_BYTES
@@ -31,7 +33,8 @@ class ImatrixPlaceError(JobError):
 def claim_place(path: Path, *, force: bool) -> None:
     """Refuse a place where an imatrix cannot go: no folder, no file, or somebody else's file.
 
-    An imatrix of ours is replaced; another file only with ``force``.
+    An imatrix of ours is replaced; another file only with ``force``; an artifact or a receipt,
+    which ``force`` can only mean by mistake, never.
     """
     folder = path.parent
     if not folder.is_dir():
@@ -50,8 +53,12 @@ def claim_place(path: Path, *, force: bool) -> None:
             path=path,
             remedy="name the file itself",
         )
-    head = read_head(path)[: LENGTH_BYTES + len(BEGINNING)]
-    if not force and head[LENGTH_BYTES:] != BEGINNING:
+    head = read_head(path)
+    if head.startswith(MAGIC) or is_receipt(head):
+        raise ImatrixPlaceError(
+            "output is an artifact or a receipt", path=path, remedy="choose another name"
+        )
+    if not force and not head.startswith(BEGINNING, LENGTH_BYTES):
         raise ImatrixPlaceError(
             "output exists and is no imatrix of ds4q",
             path=path,

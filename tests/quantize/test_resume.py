@@ -29,6 +29,7 @@ import pytest
 from benchmarks import flash_layer
 from ds4q import api
 from ds4q.artifact import stops
+from ds4q.artifact.files import ForeignFileError
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import read_receipt
 from ds4q.artifact.stops import Terminated
@@ -305,6 +306,37 @@ def test_nor_does_a_file_that_agrees_with_its_receipt_alone(
     aside.rmdir()
     assert server.job(source, out, resume=True)["error"] is None
     assert models.digests(tmp_path) == expected
+
+
+@pytest.mark.parametrize("option", ["resume", "force"])
+def test_a_sealed_file_that_was_cut_is_packed_again(
+    option: str, server: traps.Server, source: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """As after a power loss."""
+    out = tmp_path / "x.hfq"
+    server.job(source, out, call="replace", n=1)
+    os.truncate(tmp_path / "x.hfq.partial", 5000)
+    assert (
+        server.job(source, out, resume=option == "resume", force=option == "force")["error"] is None
+    )
+    assert models.digests(tmp_path) == expected
+
+
+def test_another_artifact_in_its_place_is_kept(
+    server: traps.Server, source: Path, tmp_path: Path
+) -> None:
+    out, others = tmp_path / "x.hfq", tmp_path / "others"
+    server.job(source, out, call="replace", n=1)
+    others.mkdir()
+    models.run(models.mini(tmp_path / "s", seed=9), others / "x.hfq", draft="drop")
+    path = tmp_path / "x.hfq.partial"
+    shutil.copy(others / "x.hfq", path)
+    os.truncate(path, path.stat().st_size - 1)
+    before = path.read_bytes()
+    for options in ({"resume": True}, {"force": True}):
+        with pytest.raises(ForeignFileError, match=r"x\.hfq\.partial"):
+            models.run(source, out, **options)
+    assert path.read_bytes() == before
 
 
 def test_starting_over_and_killed_before_the_new_journal(

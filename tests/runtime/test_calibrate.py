@@ -241,6 +241,15 @@ def test_output_that_is_an_input(tiny_artifact: Path, text: Path, tmp_path: Path
         says=["one of the inputs"],
     )
     assert text.read_text() == TEXT
+    for path in (tiny_artifact, receipt_path(tiny_artifact)):
+        before = path.read_bytes()
+        check_refused(
+            ImatrixPlaceError,
+            partial(calibrate, tiny_artifact, [text], path, force=True),
+            path=path,
+            says=["an artifact or a receipt"],
+        )
+        assert path.read_bytes() == before
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -83,15 +83,23 @@ def test_an_imatrix_of_ours_is_replaced(tmp_path: Path) -> None:
     assert write(path) == sha256 != hashlib.sha256(damaged).hexdigest()
 
 
-@pytest.mark.parametrize("content", [b"", b"HFQM precious", own(tensors())[:8] + b'{"a":1}'])
+@pytest.mark.parametrize("content", [b"", b"GGUF precious", own(tensors())[:8] + b'{"a":1}'])
 def test_another_file_is_kept_unless_forced(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "model.hfq"
+    path = tmp_path / "model.gguf"
     path.write_bytes(content)
     check_refused(ImatrixPlaceError, lambda: write(path), path=path, says=["--force"])
     assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
     write(path, force=True)
     assert read_imatrix(path, dims=None, fingerprint=None).unseen == 1
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_artifact_is_kept(force: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.hfq"
+    path.write_bytes(b"HFQM precious")
+    check_refused(ImatrixPlaceError, lambda: write(path, force=force), path=path, says=["artifact"])
+    assert path.read_bytes() == b"HFQM precious"
 
 
 @pytest.mark.parametrize("force", [False, True])
