@@ -431,6 +431,7 @@ def calibrate(
     threads: int = 1,
     force: bool = False,
     expert_cache: int | Literal["auto"] | None = None,
+    device: Where = "cpu",
     progress: Progress = silent,
     tell: Callable[[str], None] = lambda line: None,
     warn: Callable[[str], None] = warnings.warn,
@@ -448,6 +449,8 @@ def calibrate(
     limit_tokens : read no more than so many tokens of text in all, BOS not counted
     window_tokens : positions of a whole window; None takes 512, or what the model has
     expert_cache : bytes of routed experts that are in memory at a time; None or "auto": what fits
+    device : where layers run, a whole one at a time on "hip"; its sums differ from the CPU's in the
+        last bits
     tell : hears how much disk the hidden states take
     warn : hears that memory could not be checked
 
@@ -467,6 +470,7 @@ def calibrate(
         threads=threads,
         force=force,
         expert_cache=expert_cache,
+        device=device,
         progress=progress,
         tell=tell,
         warn=warn,

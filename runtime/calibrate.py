@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.hfq import Reader
@@ -26,6 +27,9 @@ from ds4q.runtime.experts.options import Budget
 from ds4q.runtime.layerwise import observe_layers, plan_layers
 from ds4q.runtime.text.corpus import WINDOW_TOKENS, bos_id, read_windows
 from ds4q.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ds4q.runtime.backend.hip import HipBackend
 
 Advance = Callable[[int], None]
 Progress = Callable[..., AbstractContextManager[Advance]]
@@ -69,6 +73,7 @@ def calibrate(
     threads: int,
     force: bool,
     expert_cache: Budget | None,
+    device: Literal["cpu", "hip"],
     progress: Progress,
     tell: Callable[[str], None],
     warn: Callable[[str], None],
@@ -103,7 +108,8 @@ def calibrate(
     total = sum(map(len, windows))
     with Reader(path) as reader, ExitStack() as stack:
         check_sound(reader)
-        plan = plan_layers(reader, config, total, expert_cache)
+        backend = stack.enter_context(_device()) if device == "hip" else None
+        plan = plan_layers(reader, config, total, expert_cache, device=backend is not None)
         notes = plan.notes
         receipt = Digests.of(reader, notes)
         stack.callback(receipt.wait)
@@ -119,6 +125,7 @@ def calibrate(
                 windows,
                 expert_bytes=plan.expert_bytes,
                 threads=threads,
+                backend=backend,
                 digests=receipt,
                 advance=advance,
             )
@@ -149,6 +156,12 @@ def calibrate(
         unseen=sum(int((layer.tokens == 0).sum()) for layer in layers),
         seconds=time.perf_counter() - begin,
     )
+
+
+def _device() -> HipBackend:
+    from ds4q.runtime.backend.hip import HipBackend  # for this alone
+
+    return HipBackend.open()
 
 
 def _fingerprint(reader: Reader) -> str:

@@ -87,10 +87,22 @@ class Collector:
                 self._backend.linear(expert.up, rows),
                 self._limit,
             )
-            self._tokens[at, expert_id] += len(slots)
-            add_squares(self._gain[at, expert_id], weights.reshape(-1, 1)[slots])
-            add_squares(self._gate_up[at, expert_id], rows)
-            add_squares(self._down[at, expert_id], hidden)
+            self._add((at, expert_id), weights.reshape(-1, 1)[slots], rows, hidden)
+
+    def computed(self, layer: int, ids: I64, weights: F32, x: F32, hidden: F32) -> None:
+        """Add one batch whose ``hidden`` [T, K, w], the inputs of the downs, are known."""
+        flat, at = ids.ravel(), self._numbers.index(layer)
+        gains, downs = weights.reshape(-1, 1), hidden.reshape(len(flat), -1)
+        for expert_id in np.unique(flat).tolist():
+            slots = np.flatnonzero(flat == expert_id)
+            self._add((at, expert_id), gains[slots], x[slots // ids.shape[1]], downs[slots])
+
+    def _add(self, to: tuple[int, int], gains: F32, rows: F32, hidden: F32) -> None:
+        """Add what the expert ``to`` (layer, expert) was given by some tokens."""
+        self._tokens[to] += len(rows)
+        add_squares(self._gain[to], gains)
+        add_squares(self._gate_up[to], rows)
+        add_squares(self._down[to], hidden)
 
     def statistics(self) -> list[LayerStatistics]:
         """The means so far, layer by layer; zero for an expert that saw no token.

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,9 @@ from ds4q.runtime.model.rope import layer_frequencies
 from ds4q.runtime.rows import Rows, check_room
 from ds4q.runtime.source import ArtifactSource
 
+if TYPE_CHECKING:
+    from ds4q.runtime.backend.hip import HipBackend
+
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 Advance = Callable[[int], None]
@@ -67,13 +71,16 @@ class Plan(NamedTuple):
     notes: list[str]
 
 
-def plan_layers(reader: Reader, config: ModelConfig, tokens: int, asked: Budget | None) -> Plan:
+def plan_layers(
+    reader: Reader, config: ModelConfig, tokens: int, asked: Budget | None, *, device: bool = False
+) -> Plan:
     """What ``tokens`` through the layers take, refused where there is no room for it.
 
     Parameters
     ----------
     asked : bytes of experts that may be in memory; "auto": what memory leaves; None: as "auto", and
         a whole layer's where the free memory is unknown
+    device : the layers are on a device, and the host holds none of them
 
     Raises
     ------
@@ -93,6 +100,10 @@ def plan_layers(reader: Reader, config: ModelConfig, tokens: int, asked: Budget 
             found=f"{asked:,} bytes",
             remedy=f"--expert-cache {largest} or more",
         )
+    floats = tokens * config.hc_mult * config.hidden_size
+    if device:
+        check_room(4 * floats)
+        return Plan(0, 4 * floats, [])
     dense = max(*_dense_bytes(reader, layers), embedding.nbytes)
     needed = dense + _own_bytes(config, tokens)
     granted, notes = max(layers), []
@@ -112,7 +123,6 @@ def plan_layers(reader: Reader, config: ModelConfig, tokens: int, asked: Budget 
             path=reader.path,
         )
         granted = min(granted, room)
-    floats = tokens * config.hc_mult * config.hidden_size
     if granted < max(layers):  # the inputs of experts and their outputs
         floats += tokens * (1 + config.num_experts_per_tok) * config.hidden_size
     check_room(4 * floats)
@@ -126,6 +136,7 @@ def observe_layers(
     *,
     expert_bytes: int,
     threads: int,
+    backend: HipBackend | None = None,
     digests: Digests | None = None,
     advance: Advance = lambda tokens: None,
 ) -> list[LayerStatistics]:
@@ -135,6 +146,7 @@ def observe_layers(
     ----------
     expert_bytes : of experts that are in memory at a time, at least those of the largest one
     threads : most threads that one operator uses
+    backend : the device that the layers run on, a whole one at a time; None: the CPU
     digests : of the artifact's receipt; every tensor that is read is compared with them
     advance : hears of a batch's tokens each time that they are through a layer
 
@@ -152,12 +164,14 @@ def observe_layers(
         model.embed(batches, streams)
         groups = [_groups(layer, expert_bytes) for layer in model.catalogue.records]
         between: _Between | None = None
-        if any(len(each) > 1 for each in groups):
+        if backend is None and any(len(each) > 1 for each in groups):
             between = _Between.made(config, tokens, stack)
         for layer, each in enumerate(groups):
             collector = Collector(config, threads, range(layer, layer + 1))
             through = _Layer(model, layer, batches, streams, collector, advance)
-            if len(each) == 1 or between is None:
+            if backend is not None:
+                through.on(backend, reader, digests)
+            elif len(each) == 1 or between is None:
                 through.whole()
             else:
                 through.in_groups(each, between)
@@ -253,22 +267,45 @@ class _Layer:
         self._streams = streams
         self._collector = collector
         self._advance = advance
-        self._block = Block(model.parts, layer)
+
+    @cached_property
+    def _block(self) -> Block:
+        return Block(self._model.parts, self._layer)
+
+    def on(self, backend: HipBackend, reader: Reader, digests: Digests | None) -> None:
+        """With the layer on a device."""
+        from ds4q.runtime.device.alone import LayerAlone  # for this alone
+
+        longest = max(batch.position + len(batch.ids) for batch in self._batches)
+        with LayerAlone(
+            backend,
+            reader,
+            self._config,
+            self._layer,
+            batch_tokens=BATCH_TOKENS,
+            context_tokens=longest,
+            digests=digests,
+        ) as alone:
+            for batch in self._batches:
+                passed = alone.forward(self._read(batch), batch.ids, batch.position)
+                self._write(batch, passed.streams)
+                self._collector.computed(self._layer, *passed[2:4], passed.inputs, passed.hidden)
+                self._advance(len(batch.ids))
 
     def whole(self) -> None:
         """With all of the layer's experts in memory."""
-        model = self._model
+        model, block = self._model, self._block
         model.store.held = model.experts(self._layer, range(self._config.n_routed_experts))
         model.source.fill(None)
         for batch, step in self._steps():
-            self._write(batch, self._block.forward(self._read(batch), step))
+            self._write(batch, block.forward(self._read(batch), step))
             self._advance(len(batch.ids))
         model.store.held = {}
 
     def in_groups(self, groups: Sequence[Sequence[int]], between: _Between) -> None:
         """With so many experts in memory as a group has."""
-        self._model.source.fill(None)
         moe = self._block.experts
+        self._model.source.fill(None)
         for batch, step in self._steps():
             streams = self._block.attend(self._read(batch), step)
             self._write(batch, streams)

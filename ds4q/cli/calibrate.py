@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -61,6 +61,13 @@ if TYPE_CHECKING:
     help="Keep only so many bytes of routed experts in memory; auto: what memory leaves. A layer's "
     "experts are the most that is ever needed. The imatrix stays the same.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "hip"]),
+    default="cpu",
+    show_default=True,
+    help="Where layers run; on hip a whole layer is on the device at a time.",
+)
 @common.threads_option
 @common.json_option
 @common.talk_options
@@ -72,6 +79,7 @@ def command(
     window: int | None,
     force: bool,
     expert_cache: Any,
+    device: Literal["cpu", "hip"],
     threads: int,
     as_json: bool,
     quiet: bool,
@@ -89,6 +97,9 @@ def command(
 
     Example: ds4q calibrate flash.hfq --text wiki.txt -o flash.imatrix
     """
+    if device == "hip" and expert_cache is not None:
+        raise click.UsageError("--expert-cache is for --device cpu: hip holds a layer's experts")
+
     from ds4q.api import calibrate
 
     with common.writing(output):
@@ -101,6 +112,7 @@ def command(
             threads=threads,
             force=force,
             expert_cache=expert_cache,
+            device=device,
             tell=(lambda line: None) if quiet else common.say,
             warn=common.warn,
             progress=partial(common.progress, quiet=quiet),

@@ -400,6 +400,11 @@ class LayerProgram:
             self._moe,
         )
 
+    def mixed(self, tokens: int) -> Launch:
+        """Mixes the layer's downs into the streams, as else the next layer or the head does."""
+        c, w, s = self._config, self._weights, self._scratch
+        return self._mix(w.around_experts, tokens, s.downs, c.num_experts_per_tok + 1)
+
     def sums(self, tokens: int) -> Launch:
         """Shows the layer's downs as they will be summed."""
         c, s = self._config, self._scratch

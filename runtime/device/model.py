@@ -106,6 +106,12 @@ def plan_weights(
     )
 
 
+def plan_layer(config: ModelConfig, source: DeviceSource, path: object) -> LayerWeights:
+    """``plan_weights`` of a model that is one layer, without embedding and head."""
+    _check_sizes(config, path)
+    return _layer(config, source, 0, path, None)
+
+
 def by_token_name(layer: int) -> str:
     """The tensor that tells a hash layer's experts by token id."""
     return f"layers.{layer}.ffn.gate.tid2eid"

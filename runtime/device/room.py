@@ -24,6 +24,7 @@ class Asked:
     tensors: Tensors
     cache: CacheOptions | None
     path: object
+    remedy: str | None = None  # where the model does not fit; None: one that fits the options
 
     @property
     def paged(self) -> bool:
@@ -88,6 +89,8 @@ def allocate(device: Device, layouts: Sequence[Layout], asked: Asked) -> None:
 
 
 def _remedy(needed: int, free: int, device: Device, asked: Asked) -> str:
+    if asked.remedy is not None:
+        return asked.remedy
     if asked.paged:
         return "give a smaller --expert-cache, ask for a shorter context, or free memory"
     return remedy_of_size(needed, free, asked.config, asked.tensors, advice=device.unified)

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ds4q.cli import main
+from ds4q.hipkern.sim.control import Control
 from ds4q.quantize.imatrix import read_imatrix
 
 DATA = Path(__file__).parents[1] / "data"
@@ -125,3 +126,35 @@ def test_an_interrupt_leaves_nothing(tiny_artifact: Path, tmp_path: Path) -> Non
     left = f"{out} was not written; nothing unfinished was left".encode()
     assert stderr.splitlines()[-2:] == [b"ds4q: interrupted", left]
     assert list(out.parent.iterdir()) == []
+
+
+def test_on_a_device(tiny_artifact: Path, tmp_path: Path, sim: Control) -> None:
+    """The CPU's routing, and its means but for rounding; the same bytes each time."""
+    made = {}
+    for name, device in (("cpu", "cpu"), ("hip", "hip"), ("again", "hip")):
+        out = made[name] = tmp_path / name
+        words = ["--text", TEXT, "-o", out, "--tokens", "60", "--window", "40", "-q"]
+        result = run(tiny_artifact, *words, "--device", device)
+        assert result.exit_code == 0, result.stderr
+    assert sha256(made["hip"]) == sha256(made["again"]) != sha256(made["cpu"])
+    on_cpu, on_device = (read_imatrix(made[n], dims=None, fingerprint=None) for n in ("cpu", "hip"))
+    for layer in range(4):
+        assert on_cpu.tokens(layer).tolist() == on_device.tokens(layer).tolist()
+
+
+def test_a_device_holds_a_layer_whatever_the_cache(tiny_artifact: Path, tmp_path: Path) -> None:
+    words = ["--text", TEXT, "-o", tmp_path / "a", "--device", "hip", "--expert-cache", "3MB"]
+    result = run(tiny_artifact, *words)
+    assert result.exit_code == 2
+    assert "--expert-cache is for --device cpu" in result.stderr
+
+
+def test_without_a_device(
+    tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS4Q_HIP", str(tmp_path / "none.so"))
+    result = run(tiny_artifact, "--text", TEXT, "-o", tmp_path / "a", "--device", "hip")
+    assert result.exit_code == 1
+    assert result.stderr.count("ds4q: error:") == 1
+    assert "none.so" in result.stderr
+    assert list(tmp_path.iterdir()) == []
