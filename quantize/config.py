@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds4q.quantize.errors import ConfigError, UnsupportedModelError
+from ds4q.quantize.generation import sampling
 from ds4q.quantize.rope import read_rope
 
 MODEL_TYPE = "deepseek_v4"
@@ -167,9 +168,14 @@ def check_token_ids(
 def check_generation(
     generation: Mapping[str, Any], config: Mapping[str, Any], path: object, prefix: str = ""
 ) -> None:
-    """Refuse special tokens of a generation_config that the model of ``config`` does not have."""
+    """Refuse what ``run`` could not take from a generation_config.
+
+    That are special tokens that the model of ``config`` does not have, and settings that no sampler
+    takes.
+    """
     given = {key: value for key, value in generation.items() if value is not None}
     check_token_ids(given, config.get("vocab_size"), path, prefix)
+    sampling(given, path, prefix)
 
 
 def require_dspark_keys(config: dict[str, Any], path: object) -> None:

@@ -6,8 +6,11 @@ it, ``do_sample: false`` is greedy decoding whatever the temperature is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from ds4q.quantize.errors import ConfigError
 
 _APPLIED = ("temperature", "top_p", "do_sample", "eos_token_id")
 # Of how another tool runs a model, not of which tokens it chooses.
@@ -52,6 +55,46 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
     "typical_p": (1,),
 }
+
+
+def sampling(
+    generation: Mapping[str, Any],
+    path: object,
+    prefix: str = "",
+    *,
+    given: Collection[str] = (),
+) -> dict[str, float]:
+    """``temperature`` and ``top_p`` of a generation_config.json; 1.0 where it has none.
+
+    ``do_sample: false`` is temperature 0.
+
+    Parameters
+    ----------
+    path, prefix : the file, and what stands before a key; named in errors
+    given : keys that the user sets, whose values in the file do not count
+
+    Raises
+    ------
+    ConfigError : a value that no sampler takes
+    """
+    found: dict[str, float] = {}
+    for key, expected, least, most in (
+        ("temperature", "a number from 0 on", 0.0, sys.float_info.max),
+        ("top_p", "a number above 0, at most 1", sys.float_info.min, 1.0),
+    ):
+        value = None if key in given else generation.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and least <= value <= most):
+            raise ConfigError(prefix + key, path=path, expected=expected, found=repr(value)[:80])
+        found[key] = 1.0 if value is None else float(value)
+    sampled = None if "temperature" in given else generation.get("do_sample")
+    if sampled is not None and not isinstance(sampled, bool):
+        raise ConfigError(
+            prefix + "do_sample", path=path, expected="true or false", found=repr(sampled)[:80]
+        )
+    if sampled is False:
+        found["temperature"] = 0.0
+    return found
 
 
 def not_applied(generation: Mapping[str, Any]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.quantize.errors import ConfigError
+from ds4q.quantize.generation import sampling
 from ds4q.runtime.errors import LogitsError, SamplingError
 
 SUM_ERROR = 1e-9  # far above what two orders of adding 129,280 numbers differ by, relatively
@@ -84,23 +86,20 @@ def check_finite(logits: npt.NDArray[np.floating[Any]]) -> None:
         )
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """``temperature`` and ``top_p`` of a generation_config.json; 1.0 where it has none.
+def sampling_defaults(
+    generation_config: Mapping[str, Any], *, given: Collection[str] = (), path: object = None
+) -> dict[str, float]:
+    """``quantize.generation.sampling`` of an artifact; ``SamplingError`` where that refuses.
 
-    ``do_sample: false`` is temperature 0.
+    ``given`` are the keys that the user sets.
     """
-    values: dict[str, float] = {}
-    for key in ("temperature", "top_p"):
-        value = generation_config.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise SamplingError(
-                f"generation_config key {key}", expected="a number", found=repr(value)
-            )
-        values[key] = 1.0 if value is None else float(value)
-    sampled = generation_config.get("do_sample")
-    if sampled is not None and not isinstance(sampled, bool):
-        what = "generation_config key do_sample"
-        raise SamplingError(what, expected="true or false", found=repr(sampled)[:80])
-    if sampled is False:
-        values["temperature"] = 0.0
-    return values
+    try:
+        return sampling(generation_config, path, "generation_config.", given=given)
+    except ConfigError as error:
+        raise SamplingError(
+            error.what,
+            path=path,
+            expected=error.expected,
+            found=error.found,
+            remedy="give another value (ds4q run: --temp, --top-p), or quantize again",
+        ) from None

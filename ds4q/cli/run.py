@@ -193,7 +193,7 @@ def command(
     metadata = loading.metadata()
     tokenizer = Tokenizer.from_metadata(metadata, path=file)
     stops = stop_ids(metadata, tokenizer)
-    sampler = _sampler(metadata, temp, top_p, seed)
+    sampler = _sampler(file, metadata, temp, top_p, seed)
     drawn = (sampler.temperature, sampler.top_p, sampler.seed)
     manner = Manner(max_tokens, *drawn, stops, ignore_eos)
     config = metadata_object(metadata, "config")
@@ -350,15 +350,20 @@ def _chat(loading: Loading, words: ChatFormat, manner: Manner, telling: _Telling
 
 
 def _sampler(
-    metadata: Mapping[str, Any], temp: float | None, top_p: float | None, seed: int | None
+    file: Path,
+    metadata: Mapping[str, Any],
+    temp: float | None,
+    top_p: float | None,
+    seed: int | None,
 ) -> Sampler:
     from ds4q.runtime.generate import metadata_object
     from ds4q.runtime.sampling import Sampler, sampling_defaults
 
-    sampling = sampling_defaults(metadata_object(metadata, "generation_config"))
+    asked = {"temperature": temp, "top_p": top_p}
+    given = {key: value for key, value in asked.items() if value is not None}
+    generation = metadata_object(metadata, "generation_config")
     return Sampler(
-        temperature=sampling["temperature"] if temp is None else temp,
-        top_p=sampling["top_p"] if top_p is None else top_p,
+        **sampling_defaults(generation, given=given, path=file) | given,
         seed=secrets.randbelow(DRAWN_SEEDS) if seed is None else seed,
     )
 

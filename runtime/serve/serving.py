@@ -73,7 +73,8 @@ class Serving:
         self.limits = limits
         self.encoding = encoding
         self.created = int(time.time())
-        self.sampling = sampling_defaults(metadata_object(metadata, "generation_config"))
+        generation = metadata_object(metadata, "generation_config")
+        self.sampling = sampling_defaults(generation, path=model_name)
         self.stop_ids = stop_ids(metadata, tokenizer)
         self.metrics = Metrics(service)
 

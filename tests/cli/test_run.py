@@ -423,6 +423,20 @@ def test_settings_of_the_file_that_are_not_applied_are_named(
     assert result.stderr.count(f"settings are not applied: {', '.join(expected)}") == 1
 
 
+def test_an_option_wins_over_a_setting_that_cannot_be(
+    tmp_path: Path, metadata: dict[str, Any], answer: Answer
+) -> None:
+    metadata["generation_config"] |= {"temperature": "x", "top_p": 10**400}
+    file = str(write_artifact(tmp_path / "m.hfq", metadata))
+    for options in ([], ["--temp", "0"], ["--top-p", "1"]):
+        result = run(file, "-p", "hi", *options)
+        assert result.exit_code == 1
+        assert f"ds4q: error: {file}: generation_config." in result.stderr
+        assert "--temp, --top-p" in result.stderr
+    answer(EOS)
+    assert run(file, "-p", "hi", "--temp", "0", "--top-p", "1").exit_code == 0
+
+
 def test_each_run_draws_its_own_seed(artifact: str, answer: Answer) -> None:
     seeds = set()
     for _ in range(3):

@@ -54,3 +54,24 @@ def test_the_audit_names_it_and_refuses_ids_beyond_the_vocabulary(tmp_path: Path
         pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id: .*0 to 511"),
     ):
         audit(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("generation", "says"),
+    [
+        ({"temperature": 10**400}, "temperature: expected a number from 0 on, found 1000"),
+        ({"temperature": "x"}, "temperature: expected a number from 0 on, found 'x'"),
+        ({"top_p": 0}, "top_p: expected a number above 0, at most 1, found 0"),
+        ({"do_sample": 1}, "do_sample: expected true or false, found 1"),
+    ],
+)
+def test_what_no_sampler_takes_is_refused_before_it_is_packed(
+    generation: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    folder = link_tree(TINY, tmp_path / "m")
+    place = folder / "generation_config.json"
+    place.unlink()
+    place.write_text(json.dumps(generation))
+    with Checkpoint.open(folder) as checkpoint, pytest.raises(ConfigError) as caught:
+        audit(checkpoint)
+    assert str(caught.value).startswith(f"{place}: {says}")

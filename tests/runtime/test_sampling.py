@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ds4q.runtime.errors import LogitsError, SamplingError
 from ds4q.runtime.sampling import Sampler, _nucleus, sampling_defaults
+from tests.checks import check_refused
 
 LOGITS = st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=40)
 
@@ -175,10 +176,23 @@ def test_defaults_come_from_the_generation_config() -> None:
     assert sampling_defaults({"temperature": 0})["temperature"] == 0
 
 
-@pytest.mark.parametrize("value", ["1", True, [1]])
-def test_defaults_of_another_type_are_refused(value: Any) -> None:
-    with pytest.raises(SamplingError, match="generation_config key top_p"):
-        sampling_defaults({"top_p": value})
+@pytest.mark.parametrize("value", ["1", True, [1], 0, -1, 1.5, 10**400, float("nan")])
+def test_defaults_that_no_sampler_takes_are_refused(value: Any) -> None:
+    check_refused(
+        SamplingError,
+        lambda: sampling_defaults({"top_p": value}, path="m.hfq"),
+        path="m.hfq",
+        says=["generation_config.top_p", "above 0, at most 1", "--top-p"],
+    )
+    assert sampling_defaults({"top_p": value}, given=["top_p"])["top_p"] == 1
+
+
+@pytest.mark.parametrize("value", ["x", False, -0.5, 10**400, float("inf"), float("nan")])
+def test_nor_is_a_temperature(value: Any) -> None:
+    with pytest.raises(SamplingError, match=r"generation_config\.temperature"):
+        sampling_defaults({"temperature": value})
+    given = sampling_defaults({"temperature": value, "do_sample": "no"}, given=["temperature"])
+    assert given == {"temperature": 1, "top_p": 1}  # the user's is put over it
 
 
 def test_no_sampling_is_temperature_0() -> None:
@@ -186,5 +200,5 @@ def test_no_sampling_is_temperature_0() -> None:
     assert sampling_defaults({"do_sample": False, "temperature": 0.6})["temperature"] == 0
     assert sampling_defaults({"do_sample": True, "temperature": 0.6})["temperature"] == 0.6
     assert sampling_defaults({"do_sample": None})["temperature"] == 1
-    with pytest.raises(SamplingError, match="generation_config key do_sample"):
+    with pytest.raises(SamplingError, match=r"generation_config\.do_sample"):
         sampling_defaults({"do_sample": "no"})
