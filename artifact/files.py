@@ -413,6 +413,12 @@ def file_identity(path: Path) -> tuple[int, int, int, int] | None:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def unless_changed(path: Path) -> Callable[[Path], bool]:
+    """For ``publish``: whether a path has the file, unwritten since, that it has now, or none."""
+    before = file_identity(path)
+    return lambda path: file_identity(path) == before
+
+
 def fsync_folder(folder: Path) -> None:
     """Make renames and removals in ``folder`` durable, where the file system can (CIFS cannot)."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

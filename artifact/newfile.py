@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from ds4q.artifact import stops
-from ds4q.artifact.files import AppearedError, file_identity
+from ds4q.artifact.files import AppearedError, unless_changed
 from ds4q.artifact.locks import WriteError
 from ds4q.artifact.writer import UNFINISHED, PartialFile
 
@@ -45,7 +45,7 @@ class NewFile:
 
     def __init__(self, final: str | os.PathLike[str]) -> None:
         self.final = _target(Path(final))
-        self._before = file_identity(self.final)
+        self._may_replace = unless_changed(self.final)
         self._head = b""
         self._nbytes = 0
         with stops.held():
@@ -83,7 +83,7 @@ class NewFile:
                 self._partial.pwrite(self._head, 0)
                 os.ftruncate(self._partial.fd, self._nbytes)
                 self._partial.sync()
-                self._partial.publish(replace=lambda path: file_identity(path) == self._before)
+                self._partial.publish(replace=self._may_replace)
             except OSError as error:
                 self.discard()
                 raise self._error(error) from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.check import check_structure, own_metadata
-from ds4q.artifact.files import fsync_folder, write_whole
+from ds4q.artifact.files import fsync_folder, unless_changed, write_whole
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.locks import FileLock
 from ds4q.artifact.places import broken_link, to_json
@@ -193,6 +193,7 @@ def add(
     _check_rules(registry, wish.tag, entry)
     place = Path(os.path.realpath(local))
     with nullcontext() if dry_run else _locked(place):
+        may_replace = unless_changed(place)
         was, document = _after(place, wish.tag, entry)
         text = canonical(document)
         problems = check_document(text.encode(), str(local), beneath=registry.entries)
@@ -201,7 +202,7 @@ def add(
                 "; ".join(map(str, problems)), path=local, remedy="mend the document first"
             )
         if was != entry and not dry_run:
-            write_whole(place, text)
+            write_whole(place, text, replace=may_replace)
             fsync_folder(place.parent)
     before = was or {}
     changed = sorted(k for k in {*entry, *before} if entry.get(k) != before.get(k))
@@ -212,10 +213,11 @@ def forget(local: Path, tag: str) -> bool:
     """Take a tag out of the user's own registry; whether it was there. No file of a model goes."""
     place = Path(os.path.realpath(local))
     with _locked(place):
+        may_replace = unless_changed(place)
         was, document = _after(place, tag, None)
         if was is not None:
             if document["models"]:
-                write_whole(place, canonical(document))
+                write_whole(place, canonical(document), replace=may_replace)
             else:
                 place.unlink()  # a document holds one entry or more
             fsync_folder(place.parent)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
-from ds4q.artifact.files import write_whole
+from ds4q.artifact.files import unless_changed, write_whole
 from ds4q.registry.arch import KNOWN_QUANTS, arch_id_for, quant_for
 from ds4q.registry.entries import SCHEMA_VERSION, check_document
 from ds4q.registry.errors import GenerateError, RegistryError
@@ -61,12 +61,13 @@ def generate(
     diff: list[str] = []
     for name, text in texts.items():
         path = folder / name
+        may_replace = unless_changed(path)
         before = path.read_text("utf-8") if path.exists() else ""
         if before != text:
             lines = before.splitlines(), text.splitlines()
             diff += difflib.unified_diff(*lines, f"{name} as it is", name, lineterm="")
             if not check:
-                write_whole(path, text)
+                write_whole(path, text, replace=may_replace)
     return Generated(bool(diff), tuple(diff))
 
 

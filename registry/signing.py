@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ds4q.artifact.errors import Ds4qError
-from ds4q.artifact.files import beginning, file_identity, write_whole
+from ds4q.artifact.files import beginning, unless_changed, write_whole
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.receipt import read_receipt, receipt_path
 from ds4q.artifact.report import Check, Failure
@@ -71,7 +71,7 @@ def sign(artifact: Path, key: Path, out: Path) -> dict[str, str]:
     ArtifactError, ReceiptError : not a sound artifact, or not a receipt
     """
     signing = _library("signing")
-    before = file_identity(out)
+    may_replace = unless_changed(out)
     receipt = receipt_path(artifact)
     if artifact.exists() and not receipt.exists():
         cure = (
@@ -99,11 +99,7 @@ def sign(artifact: Path, key: Path, out: Path) -> dict[str, str]:
             what = "the key cannot be used"
             cure = "give a PEM file of an elliptic curve key (P-256) without a password"
             raise SigningError(what, path=key, found=_words(error), remedy=cure) from None
-        write_whole(
-            out,
-            written.read_text("utf-8"),
-            replace=lambda path: file_identity(path) == before,
-        )
+        write_whole(out, written.read_text("utf-8"), replace=may_replace)
     return digests
 
 

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 
 from ds4q.artifact.errors import ArtifactError, ReceiptError
+from ds4q.artifact.files import AppearedError
+from ds4q.registry import add as module
 from ds4q.registry.add import Added, AddError, Wish, add, check_early, default_tag, forget
 from ds4q.registry.entries import Registry, load_registry, read_document
 from ds4q.registry.errors import DocumentError, UnknownQuantError, UnsafeNameError
 from ds4q.registry.pull import pull
+from ds4q.registry.schema import canonical
 from ds4q.registry.verify import SidecarError
 from tests.artifact import build
 from tests.checks import check_refused
@@ -94,6 +97,24 @@ def test_an_entry_is_computed_from_the_file(file: Path, local: Path) -> None:
     assert registry.resolve(TAG).sha256 == sha256(file)
     assert registry.local == {TAG}
     assert not registry.warnings
+
+
+@pytest.mark.parametrize("change", ["added", "forgotten"])
+def test_a_document_that_was_edited_meanwhile_is_kept(
+    change: str, file: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added(local, file, Wish("mini:a"))
+    added(local, file, Wish("mini:b"))
+
+    def edited(value: Any) -> str:
+        local.write_text(local.read_text() + "\n")  # by an editor, say, which takes no lock
+        return canonical(value)
+
+    monkeypatch.setattr(module, "canonical", edited)
+    before = local.read_text()
+    changes = {"added": lambda: added(local, file), "forgotten": lambda: forget(local, "mini:a")}
+    check_refused(AppearedError, changes[change], path=local)
+    assert local.read_text().rstrip() == before.rstrip()
 
 
 def test_again_changes_nothing(file: Path, local: Path) -> None:

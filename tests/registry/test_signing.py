@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from ds4q.artifact.errors import ReceiptError
-from ds4q.artifact.files import NotRegularError
-from ds4q.artifact.receipt import receipt_path
+from ds4q.artifact.files import AppearedError, NotRegularError
+from ds4q.artifact.receipt import Receipt, read_receipt, receipt_path
 from ds4q.artifact.report import Check, Report
+from ds4q.registry import signing as module
 from ds4q.registry.signing import (
     NoSigningError,
     SigningError,
@@ -79,6 +80,20 @@ def model_signing(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 # ---------------------------------------------------------------- signing
+
+
+def test_a_file_that_appears_meanwhile_is_kept(
+    artifact: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = signature_path(artifact)
+
+    def read_late(path: Path) -> Receipt:
+        out.write_text("the user's own")
+        return read_receipt(path)
+
+    monkeypatch.setattr(module, "read_receipt", read_late)
+    check_refused(AppearedError, lambda: sign(artifact, key, out), path=out)
+    assert out.read_text() == "the user's own"
 
 
 @pytest.mark.parametrize(
@@ -293,8 +308,8 @@ def test_a_damaged_signature_is_red_and_never_a_traceback(artifact: Path, key: P
 def test_without_model_signing_the_remedy_is_told(
     artifact: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("signing", "verifying"):
-        monkeypatch.setitem(sys.modules, f"model_signing.{module}", None)
+    for part in ("signing", "verifying"):
+        monkeypatch.setitem(sys.modules, f"model_signing.{part}", None)
     out = signature_path(artifact)
     call: Any = lambda: sign(artifact, key, out)  # noqa: E731
     check_refused(NoSigningError, call, says=["pip install 'ds4q[sign]'"])
