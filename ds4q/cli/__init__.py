@@ -6,7 +6,6 @@ A command is a module here that exposes ``command``; it is imported when it is c
 
 from __future__ import annotations
 
-import errno
 import importlib
 import io
 import os
@@ -41,6 +40,7 @@ COMMANDS = {
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+STDOUT = 1
 
 
 class Ds4q(click.Group):
@@ -139,24 +139,51 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
 
 def _os_error_text(error: OSError) -> str:
     """``FILE: No space left on device``, and the second file where a call has two (a rename)."""
+    if error.filename == STDOUT:
+        return f"standard output cannot be written: {reason(error)}"
     files = [
         os.fsdecode(name) if isinstance(name, bytes) else str(name)
         for name in (error.filename, error.filename2)
         if name is not None
     ]
-    what = reason(error)
-    if not files and (error.errno == errno.EBADF or _stdout_fails()):
-        what = f"standard output cannot be written: {what}"
-    return f"{' -> '.join(files)}: {what}" if files else what
+    return f"{' -> '.join(files)}: {reason(error)}" if files else reason(error)
 
 
-def _stdout_fails() -> bool:
-    """Whether standard output takes no more: what it holds is tried once more."""
+class _Stdout(io.BufferedWriter):
+    """Standard output, whose errors name its descriptor: whatever writes to it, help included.
+
+    Not the raw stream: a stop that is raised between a raw write and its return repeats the bytes.
+    """
+
+    def write(self, data: Any, /) -> int:
+        with _naming_stdout():
+            return super().write(data)
+
+    def flush(self) -> None:
+        with _naming_stdout():
+            super().flush()
+
+
+@contextmanager
+def _naming_stdout() -> Iterator[None]:
     try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
+        yield
+    except OSError as error:
+        error.filename = STDOUT
+        raise
+
+
+def _name_stdout() -> None:
+    """Replace ``sys.stdout`` by a stream whose errors name it; tests' own streams stay."""
+    old = sys.stdout
+    if sys.__stdout__ not in (old, None) or not isinstance(old, io.TextIOWrapper):
+        return
+    old.flush()
+    sys.stdout = io.TextIOWrapper(
+        _Stdout(io.FileIO(STDOUT, "w", closefd=False)),
+        encoding=old.encoding,
+        line_buffering=old.line_buffering,
+    )
 
 
 @contextmanager
@@ -174,6 +201,7 @@ def _standard_streams() -> Iterator[None]:
         if getattr(sys, name) is None:  # Python's word for a stream that was closed at start
             mode = "w" if number else "r"
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    _name_stdout()
     escape_unencodable(sys.stdout, sys.stderr)  # an encoding is never why a job fails
     try:
         yield

@@ -19,6 +19,7 @@ import ds4q
 from ds4q.artifact import stops
 from ds4q.artifact.errors import ArtifactError
 from ds4q.cli import COMMANDS, Ds4q, common, main
+from tests.cli.test_run import write_artifact
 from tools import cli_reference
 
 DS4Q = [sys.executable, "-m", "ds4q"]
@@ -283,15 +284,34 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_stdout_is_an_error() -> None:
-    for arguments in (["doctor"], ["--help"]):
-        with open("/dev/full", "w") as full:
-            done = subprocess.run(
-                [*DS4Q, *arguments], stdout=full, stderr=subprocess.PIPE, text=True
-            )
-        assert done.returncode == 1, arguments
-        said = "standard output cannot be written: No space left on device"
-        assert done.stderr == f"ds4q: error: {said}\n"
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # of containers, say
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["inspect", "--help"],
+        ["doctor"],
+        ["doctor", "--json"],
+        ["inspect", "FILE"],
+        ["inspect", "FILE", "--json"],
+        ["verify", "FILE"],
+        ["registry", "list"],
+    ],
+    ids=" ".join,
+)
+def test_a_full_disk_under_stdout_is_an_error(
+    tmp_path: Path, arguments: list[str], unbuffered: str
+) -> None:
+    file = str(write_artifact(tmp_path / "a.hfq", {}))
+    words = [file if word == "FILE" else word for word in arguments]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*DS4Q, *words], stdout=full, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    said = "standard output cannot be written: No space left on device"
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (1, [f"ds4q: error: {said}"])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
