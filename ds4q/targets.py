@@ -43,13 +43,15 @@ HEAD_BYTES = 64
 class Targets:
     """What a command line names: each file once, in the order in which it was found.
 
-    ``receipts`` are those whose artifact is not beside them, ``empty`` folders without any target.
+    ``receipts`` are those whose artifact is not beside them, ``empty`` folders without any target,
+    ``unfollowed`` the links to folders below a folder, behind which nothing was looked for.
     """
 
     artifacts: tuple[Path, ...]
     receipts: tuple[Path, ...]
     documents: tuple[Path, ...]
     empty: tuple[Path, ...]
+    unfollowed: tuple[Path, ...]
 
     @classmethod
     def of(cls, paths: Sequence[Path]) -> Targets:
@@ -58,12 +60,15 @@ class Targets:
         Raises ``OSError`` where a folder cannot be read.
         """
         found: dict[Kind, dict[Path, None]] = {"artifact": {}, "receipt": {}, "document": {}}
-        empty = []
+        empty: list[Path] = []
+        links: list[Path] = []
         for path in paths:
             if not path.is_dir():
                 _add(found, _kind_of_named(path), path)
                 continue
-            here = [(kind, file) for file in _files(path) if (kind := _kind(file)) is not None]
+            here = [
+                (kind, file) for file in _files(path, links) if (kind := _kind(file)) is not None
+            ]
             for kind, file in here:
                 _add(found, kind, file)
             if not here:
@@ -73,6 +78,7 @@ class Targets:
             tuple(found["receipt"]),
             tuple(found["document"]),
             tuple(empty),
+            tuple(links),
         )
 
 
@@ -83,14 +89,15 @@ def _add(found: dict[Kind, dict[Path, None]], kind: Kind, path: Path) -> None:
     found[kind][path] = None
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Files below ``folder`` but hidden ones, sorted."""
+def _files(folder: Path, links: list[Path]) -> Iterator[Path]:
+    """Files below ``folder`` but hidden ones, sorted; ``links`` gets the links to folders."""
 
     def stop(error: OSError) -> None:
         raise error
 
     for here, folders, files in os.walk(folder, onerror=stop):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        links += (path for name in folders if (path := Path(here, name)).is_symlink())
         yield from (Path(here, name) for name in sorted(files) if not name.startswith("."))
 
 

@@ -101,14 +101,14 @@ class Summary:
 
 
 def left_over(plan: Plan) -> list[str]:
-    """Draft files of an earlier job that this one will not write anew."""
+    """Files with the names of drafts that this job will not write."""
     trunk, *sidecars = (output.path for output in plan.outputs)
     parts: tuple[Part, ...] = ("dspark", "mtp")
     old = [sidecar_path(trunk, part) for part in parts]
     return [
-        f"{path} is there from an earlier job and stays as it is"
+        f"{path} is there already and stays as it is: this job does not write it"
         for path in old
-        if path.exists() and path not in sidecars
+        if os.path.lexists(path) and path not in sidecars  # False for a name that is too long
     ]
 
 

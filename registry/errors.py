@@ -82,7 +82,7 @@ class TransferError(Ds4qError):
     """A file could not be fetched; what came so far is kept."""
 
     rule = "cannot be fetched"
-    cure = "pull again: it goes on where it stopped"
+    cure = "pull again"
 
 
 class RefusedError(TransferError):

@@ -255,7 +255,12 @@ class _Job:
                 raise TryAgain(f"the server's file has {size} bytes")
             except TryAgain as failure:
                 lane.reset()
-                pause_s = pauses.after(failure, progress=False, name=self._remote.name)
+                pause_s = pauses.after(
+                    failure,
+                    progress=False,
+                    name=self._remote.name,
+                    resumes=bool(self.blocks.digests),
+                )
                 self.tell(f"{self._remote.name}: {failure}; again in {pause_s:.1f} s")
                 time.sleep(pause_s)
 

@@ -63,12 +63,18 @@ class Pauses:
         self._most = tries
         self._tries = 0
 
-    def after(self, failure: TryAgain, *, progress: bool, name: str) -> float:
-        """Seconds to wait; raises ``TransferError`` where patience has ended."""
+    def after(
+        self, failure: TryAgain, *, progress: bool, name: str, resumes: bool = False
+    ) -> float:
+        """Seconds to wait; raises ``TransferError`` where patience has ended.
+
+        ``resumes``: another run would go on with what has come.
+        """
         self._tries = 0 if progress else self._tries
         self._tries += 1
         if self._tries >= self._most:
-            raise TransferError(f"{TransferError.rule}: {failure}", path=name)
+            remedy = "pull again: it goes on where it stopped" if resumes else None
+            raise TransferError(f"{TransferError.rule}: {failure}", path=name, remedy=remedy)
         pause_s = 0.0 if progress else min(PAUSE_S * 2 ** (self._tries - 1), MOST_PAUSE_S)
         return max(pause_s, min(failure.after_s, MOST_WAIT_S))
 
@@ -240,7 +246,12 @@ class Transfer:
                     self._turn.notify_all()
                     progress = self._received - seen >= PROGRESS_BYTES
                     seen = self._received
-                pause_s = pauses.after(failure, progress=progress, name=self._remote.name)
+                pause_s = pauses.after(
+                    failure,
+                    progress=progress,
+                    name=self._remote.name,
+                    resumes=self._ranged and bool(self._blocks.digests),
+                )
                 again = f"again in {pause_s:.1f} s" if pause_s else "trying again"
                 self._tell(f"{self._remote.name}: {failure}; {again}")
                 with self._turn:

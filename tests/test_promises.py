@@ -10,7 +10,9 @@ import pytest
 from ds4q import api
 from ds4q.artifact.errors import Ds4qError
 from ds4q.artifact.receipt import read_receipt, receipt_path
+from ds4q.quantize.outputs import OutputPlaceError
 from ds4q.runtime.engine import Engine
+from tests.checks import check_refused
 from tests.quantize import models
 
 ROOT = Path(__file__).parents[1]
@@ -48,10 +50,22 @@ def test_a_draft_of_an_earlier_job_is_named_where_it_stays(tmp_path: Path) -> No
     source, out = ROOT / "tests" / "data" / "ds4-random", tmp_path / "x.hfq"
     heard: list[str] = []
     api.quantize(source, out, warn=heard.append)
-    assert not [line for line in heard if "earlier job" in line]
+    assert not [line for line in heard if "is there already" in line]
     api.quantize(source, out, draft="drop", force=True, warn=heard.append)
-    stays = [line for line in heard if "earlier job" in line]
-    assert stays == [f"{tmp_path / 'x-dspark.hfq'} is there from an earlier job and stays as it is"]
+    stays = [line for line in heard if "is there already" in line]
+    words = "is there already and stays as it is: this job does not write it"
+    assert stays == [f"{tmp_path / 'x-dspark.hfq'} {words}"]
+
+
+@pytest.mark.parametrize("length", [244, 247, 251])  # the draft's name is too long, or this one is
+def test_a_name_too_long_is_refused_as_the_one_that_was_given(tmp_path: Path, length: int) -> None:
+    out = tmp_path / f"{'x' * length}.hfq"
+    check_refused(
+        OutputPlaceError,
+        lambda: api.quantize(ROOT / "tests" / "data" / "ds4-tiny", out),
+        path=out,
+        says=["output name is too long", "choose a name that is"],
+    )
 
 
 def test_a_draft_file_is_not_run_as_a_model(random_artifact: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from functools import partial
@@ -158,7 +159,7 @@ def command(
     from ds4q.quantize.journal import journal_path
 
     def resume_line() -> str | None:
-        return _resume_line() if journal_path(Path(out)).exists() else None
+        return _resume_line() if os.path.lexists(journal_path(Path(out))) else None
 
     with common.last_words(resume_line):
         summary = quantize(

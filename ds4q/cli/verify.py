@@ -159,6 +159,8 @@ def command(
         from ds4q import targets  # seconds, in which a stop may come
 
         found = targets.Targets.of(paths)
+        for link in found.unfollowed:
+            common.warn(f"{link}: a link to a folder, which was not followed; name it to check it")
         if together or found.artifacts != paths:
             if receipt or tag or signature or html or gates:
                 raise click.UsageError(

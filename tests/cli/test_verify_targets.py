@@ -276,6 +276,19 @@ def test_a_folder_may_be_a_link_and_links_to_files_are_followed(
     assert "broken link to" in messages(red[0])[0]
 
 
+def test_a_link_to_a_folder_is_not_followed_and_named(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    damaged = elsewhere / "damaged.hfq"
+    damaged.write_bytes(b"HFQM, and then nothing")
+    (folder / "more").symlink_to(elsewhere)
+    result = verify(folder)
+    assert result.exit_code == 0
+    said = f"{folder / 'more'}: a link to a folder, which was not followed; name it to check it"
+    assert result.stderr == f"ds4q: warning: {said}\n"
+    assert verify(folder, folder / "more").exit_code == 1
+
+
 def test_a_file_that_is_not_there_fails_and_the_others_are_still_checked(folder: Path) -> None:
     missing, artifact, registry = reports(folder / "no.hfq", folder)
     assert (failed(missing), artifact["ok"], registry["ok"]) == (["structure"], True, True)

@@ -15,7 +15,7 @@ def test_pauses_grow_and_end() -> None:
     failure = TryAgain("HTTP 503")
     waits = [pauses.after(failure, progress=False, name="x") for _ in range(4)]
     assert waits == [0.25, 0.5, 1.0, 2.0]
-    with pytest.raises(TransferError, match="x: cannot be fetched: HTTP 503; pull again"):
+    with pytest.raises(TransferError, match=r"x: cannot be fetched: HTTP 503; pull again$"):
         pauses.after(failure, progress=False, name="x")
 
 
