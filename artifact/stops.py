@@ -12,6 +12,7 @@ first, by SIGQUIT, or by SIGKILL. Each leaves the files as a crash would, to be 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import signal
 import sys
@@ -49,10 +50,12 @@ class _Stops:
         self.installed = False
         self.around: frozenset[int] = frozenset()  # frames that the block was entered from
         self.held = 0
+        self.arrivals = -1  # where the numbers of signals can be read, in the order of arrival
         self.forget()
 
     def forget(self) -> None:
         """No stop has come."""
+        self._arrived()
         self.first = 0
         self.since_s = 0.0
         self.later = 0
@@ -63,7 +66,9 @@ class _Stops:
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """The handler of all stop signals."""
         if not self.first:
-            self.first, self.since_s = signum, time.monotonic()
+            # Handlers of signals that wait together run in the order of their numbers.
+            arrived = [number for number in self._arrived() if number in _SIGNALS]
+            self.first, self.since_s = (arrived or [signum])[0], time.monotonic()
             self._raise_if_safe(frame)
             return
         self.later += 1
@@ -72,6 +77,12 @@ class _Stops:
             with suppress(OSError):
                 os.write(2, b"ds4q: ended without clean-up; files are as a crash leaves them\n")
             os._exit(128 + self.first if self.first == signal.SIGINT else 128 + signal.SIGTERM)
+
+    def _arrived(self) -> bytes:
+        """Numbers of the signals that came since the last call."""
+        with suppress(OSError):  # none, or nowhere to read them
+            return os.read(self.arrivals, 65536)
+        return b""
 
     def look_again(self, signum: int, frame: FrameType | None) -> None:
         """The handler of the timer that runs while a stop waits for a safe place."""
@@ -148,6 +159,8 @@ def caught(*, to_the_end: bool = False) -> Iterator[None]:
         for number in _SIGNALS
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
     ]
+    _stops.arrivals, arriving = _pipe()
+    waking = signal.set_wakeup_fd(arriving, warn_on_full_buffer=False)
     _stops.forget()
     alarm = signal.signal(signal.SIGALRM, _stops.look_again)
     _stops.around = frozenset(_frames_around())
@@ -166,9 +179,23 @@ def caught(*, to_the_end: bool = False) -> Iterator[None]:
                 signal.signal(number, handler)
             signal.setitimer(signal.ITIMER_REAL, 0)  # first: an alarm ends a process by default
             signal.signal(signal.SIGALRM, alarm)
+            signal.set_wakeup_fd(waking)
+            os.close(arriving)
+            os.close(_stops.arrivals)
+            _stops.arrivals = -1
             _stops.installed = False
             _stops.forget()
             _stops.held -= 1
+
+
+def _pipe() -> list[int]:
+    """A pipe that never waits, and takes no place of a standard stream that is closed."""
+    ends = os.pipe()
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
+    for end, copy in zip(ends, high, strict=True):
+        os.close(end)
+        os.set_blocking(copy, False)
+    return high
 
 
 def _ignore(numbers: list[signal.Signals]) -> None:

@@ -82,8 +82,9 @@ class Ds4q(click.Group):
                 for each in words.getvalue().rstrip("\n").split("\n"):  # it quotes arguments
                     say(each)
                 status = error.exit_code
-            except click.Abort:
-                status = EXIT_INTERRUPTED
+            except click.Abort as error:  # what click makes of a stop outside of ``invoke``
+                stop = stops.stop_behind(error)
+                status = EXIT_INTERRUPTED if stop is None else ending(stop)
             except (Exception, KeyboardInterrupt) as error:  # help to a full disk, say
                 status = ending(error)
         sys.exit(status)

@@ -60,6 +60,41 @@ def test_only_the_first_signal_is_raised(first: int, second: int) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+BUSY = """
+import os, sys
+from ds4q.artifact import stops
+try:
+    with stops.caught(to_the_end=True):
+        os.write(1, b"ready\\n")
+        sum(range(10**8))  # seconds, in which Python looks at no signal
+        sum(range(10**8))
+except KeyboardInterrupt as stop:
+    sys.exit(stops.word_of(stop)[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [
+        ((signal.SIGTERM, signal.SIGINT), 143),
+        ((signal.SIGHUP, signal.SIGINT), 143),
+        ((signal.SIGINT, signal.SIGTERM), 130),
+        ((signal.SIGINT, signal.SIGHUP, signal.SIGTERM), 130),
+    ],
+)
+def test_the_first_to_come_decides_also_where_python_sees_them_together(
+    signals: tuple[signal.Signals, ...], status: int
+) -> None:
+    """Python runs the handlers of signals that wait in the order of their numbers."""
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        for number in signals:
+            time.sleep(0.05)
+            child.send_signal(number)
+        assert child.wait(300) == status
+
+
 def test_a_stop_waits_for_the_end_of_a_held_block() -> None:
     steps = []
 

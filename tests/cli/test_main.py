@@ -157,6 +157,22 @@ def test_a_stop_ends_with_its_last_words() -> None:
         assert result.stderr == f"ds4q: {word}\ngo on with: ds4q quantize --resume\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGINT, (130, "interrupted")), (signal.SIGTERM, (143, "terminated"))],
+)
+def test_a_stop_while_the_command_line_is_read_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, number: int, said: tuple[int, str]
+) -> None:
+    def parse_args(self: Ds4q, ctx: click.Context, args: list[str]) -> list[str]:
+        os.kill(os.getpid(), number)
+        return args
+
+    monkeypatch.setattr(Ds4q, "parse_args", parse_args)
+    result = CliRunner().invoke(main, ["doctor"])
+    assert (result.exit_code, result.stderr.strip()) == (said[0], f"ds4q: {said[1]}")
+
+
 def test_a_command_picks_its_own_status() -> None:
     result = CliRunner().invoke(ending_with(click.exceptions.Exit(3)), ["broken"])
     assert (result.exit_code, result.stderr) == (3, "")
