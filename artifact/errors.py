@@ -116,6 +116,19 @@ class Ds4qError(Exception):
         return one_line(text)
 
 
+class ThreadRefusedError(Ds4qError):
+    """The system starts no further thread for this user."""
+
+    rule = "no thread could be started"
+    cure = "use fewer --threads, or raise the limit on processes (ulimit -u)"
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self | None:
+        """This error, if ``error`` is what Python raises then; else None."""
+        refused = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+        return cls() if refused else None
+
+
 class ArtifactError(Ds4qError, ValueError):
     """The bytes of an artifact, receipt or packed tensor break a rule of the format."""
 

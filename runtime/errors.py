@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.errors import Ds4qError, ThreadRefusedError
 
 
 class RunError(Ds4qError):
@@ -318,6 +318,7 @@ class EngineError(RunError):
         """``error`` as a user can be shown it: itself where it is a Ds4qError."""
         if isinstance(error, Ds4qError):
             return error
-        wrapped = cls(what, found=f"{type(error).__name__}: {error}")
+        refused = ThreadRefusedError.of(error)
+        wrapped = refused or cls(what, found=f"{type(error).__name__}: {error}")
         wrapped.__cause__ = error
         return wrapped

@@ -18,7 +18,13 @@ import click
 
 from ds4q import __version__
 from ds4q.artifact import stops
-from ds4q.artifact.errors import MAX_PATH, cut, escape_unencodable
+from ds4q.artifact.errors import (
+    MAX_PATH,
+    Ds4qError,
+    ThreadRefusedError,
+    cut,
+    escape_unencodable,
+)
 from ds4q.artifact.places import reason
 from ds4q.cli.common import VERBOSE, UserPath, say, say_traceback
 
@@ -52,6 +58,10 @@ class Ds4q(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        # What libraries start of their own where they can, and end the process where they cannot.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if cmd_name != "adapter":  # the one that multiplies large matrices
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         command: click.Command = importlib.import_module(f"ds4q.cli.{cmd_name}").command
         _prepare(command, f"DS4Q_{cmd_name}")
         return command
@@ -112,8 +122,6 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
 
     A stop (SIGINT, SIGTERM, SIGHUP) is followed by the notes that ``common.last_words`` left on it.
     """
-    from ds4q.artifact.errors import Ds4qError  # not needed by a command that ends well
-
     if isinstance(error, KeyboardInterrupt):
         word, status = stops.word_of(error)
         say(f"ds4q: {word}")
@@ -122,6 +130,7 @@ def ending(error: BaseException, *, verbose: bool = False) -> int:
         return status
     if isinstance(error, BrokenPipeError):
         return EXIT_FAILED  # the reader left: `ds4q inspect FILE | head`
+    error = ThreadRefusedError.of(error) or error
     if isinstance(error, Ds4qError):
         text = str(error)
     elif isinstance(error, OSError):
