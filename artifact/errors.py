@@ -120,7 +120,7 @@ class ThreadRefusedError(Ds4qError):
     """The system starts no further thread for this user."""
 
     rule = "no thread could be started"
-    cure = "use fewer --threads, or raise the limit on processes (ulimit -u)"
+    cure = "use fewer --threads, or raise the limits on processes and memory (ulimit -u, ulimit -v)"
 
     @classmethod
     def of(cls, error: BaseException) -> Self | None:
