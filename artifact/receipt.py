@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import zstandard
 
 from ds4q.artifact.errors import MetadataError, ReceiptError
+from ds4q.artifact.files import NotRegularError, open_regular
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.artifact.places import broken_link
@@ -152,12 +152,10 @@ def is_receipt(head: bytes) -> bool:
 def _read_file(path: str | os.PathLike[str]) -> bytes:
     """The whole file, if it is small enough to be a receipt: it may be the artifact by mistake."""
     try:
-        opened = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  # closed below
-    except IsADirectoryError:
-        raise _fail(path, "receipt is not a regular file", "a folder") from None
-    with opened as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _fail(path, "receipt is not a regular file")
+        fd = open_regular(path)
+    except NotRegularError as error:
+        raise _fail(path, "receipt is not a regular file", error.found) from None
+    with open(fd, "rb") as file:
         head = file.read(len(ZSTD_MAGIC))
         if not head:
             raise _fail(path, "receipt is empty", remedy=_CUT_REMEDY)
@@ -167,11 +165,6 @@ def _read_file(path: str | os.PathLike[str]) -> bytes:
         if nbytes > MAX_RECEIPT_BYTES:
             raise _fail(path, f"receipt is longer than {MAX_RECEIPT_BYTES} bytes", nbytes)
         return head + file.read()
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    # O_NONBLOCK: a named pipe in place of a receipt must not hang the open.
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _decompress(raw: bytes, path: object) -> bytes:

@@ -142,7 +142,7 @@ def quantize(
         inputs = imatrix, recipe if wish.is_file else None
         read = tuple(Path(each) for each in inputs if each is not None)
         job = Job(checkpoint, audited, plan, choice.budget, read, resume=resume, force=force)
-        summary = job.finished_earlier(progress)
+        summary = job.finished_earlier(progress, tidy=not dry_run)
         if summary is None:
             given += _preflight(job, warn if dry_run else None)
             if dry_run:
@@ -150,8 +150,6 @@ def quantize(
             else:
                 with progress("quantize", plan.payload_bytes) as advance:
                     summary = job.run(threads, advance)
-        elif not dry_run:
-            job.files.remove_journal()
         return replace(summary, warnings=tuple(given))
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from ds4q import api
 from ds4q.artifact.check import own_metadata
 from ds4q.artifact.errors import Ds4qError
+from ds4q.artifact.files import NotRegularError, read_head
 from ds4q.artifact.hfq import MAGIC, UNFINISHED_MAGIC, Reader
 from ds4q.artifact.places import reason
 from ds4q.artifact.receipt import SUFFIX, find_receipt, read_receipt
@@ -103,11 +104,10 @@ def _files(folder: Path, links: list[Path]) -> Iterator[Path]:
 
 def _head(path: Path) -> bytes:
     """How a file begins; nothing where it cannot be read, which whoever opens it will say."""
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    with suppress(OSError), open(os.open(path, flags), "rb") as file:
-        return file.read(HEAD_BYTES) or b""
-    return b""
+    try:
+        return read_head(path, HEAD_BYTES)
+    except (OSError, NotRegularError):
+        return b""
 
 
 def _kind_by_name(path: Path) -> Kind | None:

@@ -226,10 +226,11 @@ class Job:
                 found=f"{free + held:,} bytes",
             )
 
-    def finished_earlier(self, progress: Progress) -> Summary | None:
+    def finished_earlier(self, progress: Progress, *, tidy: bool) -> Summary | None:
         """With ``resume``: the summary of a job that had already published everything.
 
-        Every file is read whole and compared with its receipt.
+        Every file is read whole and compared with its receipt. With ``tidy`` a journal that has
+        outlived its job is removed.
 
         Raises ``DamagedOutputError`` where a file of this plan differs from its receipt.
         """
@@ -243,6 +244,8 @@ class Job:
             return None
         with progress("check", self.plan.file_bytes) as advance:
             receipts = whole_receipts(self.plan, self.checkpoint, planned, advance)
+        if tidy:
+            self.files.remove_journal()
         return Summary(self.plan, self.budget, receipts, already_done=True)
 
     def _texts_are_planned(self) -> bool:

@@ -6,12 +6,11 @@ Reads directory entries and first bytes, no payload; changes nothing.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from ds4q.artifact.files import NotRegularError, read_head
 from ds4q.artifact.hfq import MAGIC
 from ds4q.artifact.receipt import SUFFIX
 from ds4q.artifact.writer import PARTIAL_SUFFIX
@@ -177,8 +176,7 @@ def _files(store: Store) -> Iterator[tuple[str, int]]:
 
 def _is_hfq(store: Store, name: str) -> bool:
     """Whether a file can be read, and begins as an artifact does."""
-    # Without O_NONBLOCK, a FIFO that has taken the file's place would hang the open.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    with suppress(OSError), os.fdopen(os.open(store.path(name), flags), "rb") as file:
-        return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(MAGIC)) == MAGIC
-    return False
+    try:
+        return read_head(store.path(name), len(MAGIC)) == MAGIC
+    except (OSError, NotRegularError):
+        return False

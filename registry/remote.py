@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import ssl
-import stat
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
 from ds4q.artifact.errors import one_line
+from ds4q.artifact.files import NotRegularError, open_regular
 from ds4q.registry.answers import TIMEOUT_S, Limits, Response
 from ds4q.registry.errors import RefusedError
 
@@ -371,13 +371,12 @@ class FileLane:
     def open(self, start: int, stop: int, validator: str) -> Answer:
         self.reset()
         try:
-            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd = open_regular(self._path)
         except OSError as error:
             raise RefusedError(error.strerror, path=self._name) from None
+        except NotRegularError as error:
+            raise RefusedError(error.rule, path=self._name, found=error.found) from None
         status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise RefusedError("not a regular file", path=self._name)
         version = f'"{status.st_size}-{status.st_mtime_ns}-{status.st_ino}"'
         at, fd = start, self._fd
 

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -92,10 +92,7 @@ def calibrate(
         fingerprint = _fingerprint(reader)
         tokenizer = Tokenizer.from_metadata(reader.metadata, path=path)
         bos = bos_id(reader.metadata, tokenizer)
-    limit = config.max_position_embeddings
-    length = min(WINDOW_TOKENS, limit) if window_tokens is None else window_tokens
-    if length > limit:
-        raise RunError("window too long", path=path, expected=f"at most {limit}", found=length)
+    length = _window(window_tokens, config.max_position_embeddings, path)
     windows = read_windows(
         texts,
         tokenizer=tokenizer,
@@ -108,10 +105,9 @@ def calibrate(
     total = sum(map(len, windows))
     with Reader(path) as reader, ExitStack() as stack:
         check_sound(reader)
-        backend = stack.enter_context(_device()) if device == "hip" else None
+        backend = stack.enter_context(_opened(device))
         plan = plan_layers(reader, config, total, expert_cache, device=backend is not None)
-        notes = plan.notes
-        receipt = Digests.of(reader, notes)
+        receipt = Digests.of(reader, plan.notes)
         stack.callback(receipt.wait)
         tell(
             f"calibrate: {total:,} tokens, layer by layer; their hidden states take "
@@ -129,7 +125,7 @@ def calibrate(
                 digests=receipt,
                 advance=advance,
             )
-        for note in notes:
+        for note in plan.notes:
             warn(note)
     sha256 = write_imatrix(
         out,
@@ -158,7 +154,18 @@ def calibrate(
     )
 
 
-def _device() -> HipBackend:
+def _window(asked: int | None, limit: int, path: Path) -> int:
+    """Positions of a whole window of a model that has ``limit``."""
+    length = min(WINDOW_TOKENS, limit) if asked is None else asked
+    if length > limit:
+        raise RunError("window too long", path=path, expected=f"at most {limit}", found=length)
+    return length
+
+
+def _opened(device: Literal["cpu", "hip"]) -> AbstractContextManager[HipBackend | None]:
+    """The device; None for the CPU."""
+    if device == "cpu":
+        return nullcontext()
     from ds4q.runtime.backend.hip import HipBackend  # for this alone
 
     return HipBackend.open()

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.test_floors import FLOORS, ROOT, sources
 
 LINES_PER_FILE = 500
@@ -85,6 +87,80 @@ def test_one_place_writes_to_the_terminal() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in TO_TERMINAL
     ]
     assert not found, "write through ds4q/cli/common.py: " + ", ".join(found)
+
+
+FILE_WRITERS = {
+    "artifact/files.py",  # the one place: atomic, and never over a file of the user's
+    "artifact/locks.py",  # lock files, which are exclusive from their first moment
+    "artifact/writer.py",  # partial files, claimed as theirs
+    "ds4q/cli/__init__.py",  # /dev/null
+    "hipkern/cache.py",  # kernels in a folder of ds4q's own
+    "hipkern/objects.py",
+    "hipkern/selftest/__main__.py",  # hashes.json of the repository
+    "hipkern/sim/__init__.py",
+    "quantize/export/staging.py",  # in a folder that it has made
+    "quantize/journal.py",  # appends to journals, claimed as theirs
+    "registry/blocks.py",
+    "runtime/rows.py",  # nameless temporary files
+}
+TO_FILES = (
+    "os.rename", "os.replace", "os.link", "os.symlink", "os.truncate", "shutil.move",
+    "shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree",
+)  # fmt: skip
+METHODS_TO_FILES = ("write_text", "write_bytes", "rename", "symlink_to", "hardlink_to")
+FLAGS_TO_FILES = ("os.O_WRONLY", "os.O_RDWR", "os.O_CREAT")
+
+
+def puts_a_file(node: ast.AST) -> bool:
+    """Whether a part of a program names a file, or opens a path to write to it."""
+    if isinstance(node, ast.Attribute):
+        return ast.unparse(node) in FLAGS_TO_FILES
+    if not isinstance(node, ast.Call):
+        return False
+    name, method = ast.unparse(node.func), getattr(node.func, "attr", "")
+    if name == "open" or (method == "open" and not name.startswith("os.")):
+        words = [*node.args, *(word.value for word in node.keywords)]
+        modes = [word.value for word in words if isinstance(word, ast.Constant)]
+        return any(re.fullmatch(r"[rwaxbt+]*[wax+][rwaxbt+]*", str(mode)) for mode in modes)
+    a_path_takes_one = method in METHODS_TO_FILES and len(node.args) == 1
+    return name in TO_FILES or (method == "write_text") or a_path_takes_one
+
+
+def test_one_place_writes_files() -> None:
+    """Elsewhere a file of the user's could be written over, or be left cut short."""
+    found = [
+        f"{path}: {ast.unparse(node)}"
+        for path, _, tree in modules()
+        if str(path) not in FILE_WRITERS
+        for node in ast.walk(tree)
+        if puts_a_file(node)
+    ]
+    assert not found, "write through artifact/files.py: " + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "open(p, 'w')",
+        "open(p, mode='ab')",
+        "p.open('r+b')",
+        "os.open(p, os.O_WRONLY | os.O_CREAT)",
+        "p.write_text(t, 'utf-8')",
+        "p.write_bytes(b)",
+        "p.rename(q)",
+        "os.replace(p, q)",
+        "shutil.copyfile(p, q)",
+    ],
+)
+def test_such_a_write_is_seen(text: str) -> None:
+    assert any(map(puts_a_file, ast.walk(ast.parse(text))))
+
+
+@pytest.mark.parametrize(
+    "text", ["open(p)", "open(p, 'rb')", "os.open(p, os.O_RDONLY)", "f.read()"]
+)
+def test_reading_is_not(text: str) -> None:
+    assert not any(map(puts_a_file, ast.walk(ast.parse(text))))
 
 
 def test_nothing_is_left_open() -> None:

@@ -5,7 +5,6 @@ It reads no payload.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,9 +55,9 @@ def command(
     check = Check("inspect")
     if file.is_dir() or file.suffix == ".safetensors":
         document, rows = _checkpoint(file, check)
-    elif _starts_with(file, RECEIPT_MAGIC):
+    elif (head := _head(file)).startswith(RECEIPT_MAGIC):
         document, rows = _receipt(file)
-    elif _starts_with(file, TRACE_MAGIC, at=TRACE_MAGIC_AT) or _starts_with(file, TRACE_FRAME):
+    elif head.startswith(TRACE_MAGIC, TRACE_MAGIC_AT) or head.startswith(TRACE_FRAME):
         document, rows = _trace(file)
     else:
         document, rows = _artifact(file, check, strict)
@@ -79,10 +78,14 @@ def command(
         click.get_current_context().exit(1)
 
 
-def _starts_with(file: Path, magic: bytes, at: int = 0) -> bool:
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
-        return stream.read(at + len(magic))[at:] == magic
+def _head(file: Path) -> bytes:
+    """How a file begins; nothing of what is no file, which the reader of artifacts tells."""
+    from ds4q.artifact.files import NotRegularError, read_head
+
+    try:
+        return read_head(file, TRACE_MAGIC_AT + len(TRACE_MAGIC))
+    except NotRegularError:
+        return b""
 
 
 def _layer(name: str) -> int | None:

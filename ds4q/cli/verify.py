@@ -132,15 +132,7 @@ def command(
         raise click.UsageError("--imatrix and --errors-only belong to --source")
     if signature is not None and public_key is None:
         raise click.UsageError("--signature belongs to --public-key")
-    from ds4q.artifact.report import is_junit
-    from ds4q.artifact.report import junit as junit_of
-
-    if junit is not None:
-        common.claim_report(junit, "--junit", is_junit)
-    if html is not None:
-        if html == junit:
-            raise click.UsageError("--html and --junit name the same file")
-        common.claim_page(html)
+    _claim_reports(junit, html)
 
     options: dict[str, Any] = {
         "imatrix": imatrix,
@@ -176,7 +168,7 @@ def command(
             reports = [page]
     try:
         if junit is not None:  # first: a full standard output must not cost it
-            common.write_report(junit, junit_of(reports), is_junit)
+            _write_junit(junit, reports)
         if html is not None and page is not None:
             common.write_page(html, _page(page))
     finally:  # nor it what is on the screen
@@ -188,21 +180,38 @@ def command(
         click.get_current_context().exit(1)
 
 
+def _claim_reports(junit: Path | None, html: Path | None) -> None:
+    """Refuse, before any work, reports that could not be written or that are the user's."""
+    from ds4q.artifact.report import is_junit
+
+    if junit is not None:
+        common.claim_report(junit, "--junit", is_junit)
+    if html is not None:
+        if html == junit:
+            raise click.UsageError("--html and --junit name the same file")
+        common.claim_page(html)
+
+
+def _write_junit(path: Path, reports: list[Report]) -> None:
+    from ds4q.artifact.report import is_junit, junit
+
+    common.write_report(path, junit(reports), is_junit)
+
+
 @contextmanager
 def _reported(junit: Path | None, path: Path) -> Iterator[None]:
     """Replace an earlier report, which must not stand for this run, by one that says what failed.
 
     While the block runs, and if it is stopped in whatever way, it says that the run did not finish.
     """
-    from ds4q.artifact.report import Failure, Report, is_junit
-    from ds4q.artifact.report import junit as junit_of
+    from ds4q.artifact.report import Failure, Report
 
     def write(message: str) -> None:
         if junit is not None:
             report = Report({"path": str(path), "name": path.name})
             with report.check("verify") as check:
                 check.fail(Failure(message))
-            common.write_report(junit, junit_of([report]), is_junit)
+            _write_junit(junit, [report])
 
     write("the run did not finish")
     try:

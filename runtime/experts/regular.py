@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import stat
 from typing import BinaryIO
 
+from ds4q.artifact import files
+from ds4q.artifact.files import NotRegularError
 from ds4q.runtime.errors import RunError
 
 
@@ -15,14 +16,8 @@ def open_regular(path: str | os.PathLike[str], refused: type[RunError], what: st
     Raises ``refused`` where it is anything but a regular file: ``what`` is not read from a pipe,
     which may never give a byte and cannot be read twice.
     """
-    file = open(path, "rb", opener=_at_once)  # noqa: SIM115  # the caller closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise refused(
-            f"not {what}: not a regular file", path=path, remedy="give a file (not a pipe)"
-        )
-    return file
-
-
-def _at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a named pipe must not hang the open
+    try:
+        return open(files.open_regular(path), "rb")  # the caller closes it
+    except NotRegularError as error:
+        what = f"not {what}: not a regular file"
+        raise refused(what, path=path, found=error.found, remedy="give a file") from None

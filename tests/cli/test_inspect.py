@@ -304,7 +304,7 @@ def test_no_payload_of_an_artifact_is_read(
         data_offset = reader.data_offset
     reads = Reads(monkeypatch)
     assert inspect(tiny_artifact, "--tensors", "--strict").exit_code == 0
-    assert 0 < reads.nbytes <= data_offset
+    assert 0 < reads.nbytes <= data_offset + 32  # and what kind of file it is
     assert reads.calls < 10
 
 

@@ -319,7 +319,11 @@ REFUSED = [
     ("load-time", "--baseline pipe", "pipe: not a regular file: found a named pipe"),
     ("load-time", "--cache-profile pipe", "pipe: not a warm-start profile: not a regular file"),
     ("load-time", "--baseline baseline", "the baseline was measured with another artifact"),
-    ("load-time", "--cache-profile folder", "load-time: folder: Is a directory"),
+    (
+        "load-time",
+        "--cache-profile folder",
+        "not a regular file",
+    ),
     ("load-time", "--cache-profile broken", "not a warm-start profile"),
     ("load-time", "--cache-profile profile", "profile of another model"),
     ("divergence", "--text gone", GONE),
