@@ -14,6 +14,9 @@ DEMO_PROMPT := Repeat exactly: kv_cache_block_17
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
+# Without bytecode every worker rewrites all tests anew, and every command that tests start compiles
+# the package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup links demo test test-slow test-gpu objects registry lint type check bench bench-gpu goldens docs clean

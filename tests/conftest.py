@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from ds4q import api
 from ds4q.hipkern.library import open_library
 from ds4q.hipkern.sim.control import Control
 
@@ -57,9 +58,7 @@ def sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
 
 def _quantized(name: str, folder: Path) -> Path:
     out = folder / f"{name}.hfq"
-    source = ROOT / "tests" / "data" / name
-    command = [sys.executable, "-m", "ds4q", "quantize", str(source), "-o", str(out), "--quiet"]
-    subprocess.run(command, check=True, capture_output=True)
+    api.quantize(ROOT / "tests" / "data" / name, out, warn=lambda text: None)
     return out
 
 

@@ -33,12 +33,17 @@ def imported(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
             module = [*base, *(node.module.split(".") if node.module else [])]
             for alias in node.names:
                 yield node.lineno, ".".join([*module, alias.name])
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and called(node) == "import_module":
             name = node.args[0]
             if isinstance(name, ast.JoinedStr):  # f"ds4q.{...}": what is fixed in front counts
                 name = name.values[0]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield node.lineno, name.value
+
+
+def called(node: ast.Call) -> str:
+    """The last part of the name of what is called; empty where it has none."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
 
 
 def violations(text: str, path: Path) -> list[str]:

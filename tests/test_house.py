@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,10 @@ LINES_PER_FUNCTION = 90
 EXPORTS = 10
 
 
-def modules() -> Iterator[tuple[Path, str, ast.Module]]:
-    for room in FLOORS:
-        for path in sources(room):
-            text = path.read_text("utf-8")
-            yield path.relative_to(ROOT), text, ast.parse(text)
+@functools.cache
+def modules() -> list[tuple[Path, str, ast.Module]]:
+    texts = [(path, path.read_text("utf-8")) for room in FLOORS for path in sources(room)]
+    return [(path.relative_to(ROOT), text, ast.parse(text)) for path, text in texts]
 
 
 def test_files_and_functions_stay_readable() -> None:

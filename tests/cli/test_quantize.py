@@ -22,9 +22,13 @@ from tests.quantize.builders import RANDOM, TINY
 
 DS4Q = [sys.executable, "-m", "ds4q"]
 COMMON = ("fp4", "fp4-q8", "rocmfp23", "mix")
-EVERY_RECIPE = [
-    pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in RECIPES
-]
+IN_PIECES = ("fp4-q8", "mix")  # dense rows that are rounded; books of experts that share them
+
+
+def every_recipe(*quick: str) -> pytest.MarkDecorator:
+    """A test for each recipe, slow for those that are not ``quick``."""
+    marked = [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in RECIPES]
+    return pytest.mark.parametrize("recipe", marked)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +155,7 @@ def test_a_finished_job_says_so(source: Path, folder: Path) -> None:
     assert f"already there: {folder / 'x.hfq'}" in again.stdout
 
 
-@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+@every_recipe(*COMMON)
 def test_whole_models_verify_under_every_recipe(recipe: str, folder: Path) -> None:
     """The trained model, and the random one with its sidecar."""
     for model in (TINY, RANDOM):
@@ -320,7 +324,7 @@ def test_bytes_do_not_depend_on_how_the_source_is_laid_out(
     assert models.digests(folder) == expected
 
 
-@pytest.mark.parametrize("recipe", EVERY_RECIPE)
+@every_recipe(*IN_PIECES)
 @pytest.mark.parametrize(
     "model", [pytest.param(TINY, marks=pytest.mark.slow), RANDOM], ids=lambda path: path.name
 )

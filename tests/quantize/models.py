@@ -6,6 +6,7 @@ another shard than their weights; one job over it takes milliseconds.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -99,13 +100,14 @@ def mini_tensors(seed: int = 0) -> dict[str, Tensor]:
 EXPERT_CONFIG = CONFIG | {"n_routed_experts": 4}
 
 
+@functools.cache
 def expert_tensors(
     layers: tuple[int, ...] = (0, 3),
     experts: int = 4,
     d: int = 256,
     width: int = 128,
     seed: int = 0,
-) -> dict[str, Tensor]:
+) -> Tensors:
     """Routed experts of some layers, whole; weights as a trained model has them, no two alike."""
     rng = np.random.default_rng(seed)
     out: dict[str, Tensor] = {}

@@ -247,7 +247,7 @@ def test_rounded_dense_tensors_show(lossless: Path, rounded: Path, measure: Meas
 def test_limits_fail_by_name(
     limits: dict[str, Any], fails: list[str], lossless: Path, rounded: Path, measure: Measure
 ) -> None:
-    check = measure(Divergence(lossless, [SCORED], tokens=600, **limits), rounded)
+    check = measure(Divergence(lossless, [SCORED], tokens=256, window=200, **limits), rounded)
     assert check.verdict == ("failed" if fails else "ok")
     assert [failure.message for failure in check.failures] == fails
     assert all(failure.expected and failure.found for failure in check.failures)
