@@ -35,7 +35,15 @@ SCRIPTED = """
 import sys, threading
 from ds4q.artifact import stops
 from ds4q.cli import loading, main
+from ds4q.runtime.serve.scheduler import Scheduler
 from tests.runtime.serve.scripted import ScriptedEngine
+
+def hastening(engine):  # what is under way when the end is asked for ends fast
+    drain = Scheduler.drain
+    def hasten(self, timeout_s):
+        engine.delay_s = 0
+        return drain(self, timeout_s)
+    Scheduler.drain = hasten
 
 def load(self, tokens, report, **room):
     report(10, 100)
@@ -45,6 +53,8 @@ def load(self, tokens, report, **room):
         raise ZeroDivisionError("a bug in loading")
     engine = ScriptedEngine(default=b"never-ending " * 300)
     engine.delay_s = 0.02
+    if MODE == "hasty":
+        hastening(engine)
     return engine, {"kind": "cpu"}
 
 MODE = sys.argv.pop(1)
@@ -422,15 +432,15 @@ def test_a_model_that_cannot_be_loaded_ends_it(start: Any) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_one_signal_lets_requests_end(start: Any, number: int, status: int) -> None:
-    process = start("ready")
+    process = start("hasty")
     process.await_line("ready after")
     answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(process, max_tokens=250)))
+    asking = threading.Thread(target=lambda: answers.append(ask(process, max_tokens=1000)))
     asking.start()
     await_running(process)
     assert process.end(number) == status
     asking.join(PATIENCE_S)
-    assert answers[0].json()["usage"]["completion_tokens"] == 250
+    assert answers[0].json()["usage"]["completion_tokens"] == 1000
     process.await_line("1 requests may end")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_memory_belongs_to_whoever_frees_it_first(device: Device, sim: Control) 
 
 
 def test_out_of_memory_says_what_is_needed_and_what_is_free(device: Device, sim: Control) -> None:
-    sim.set(memory_bytes=MANY)
+    sim.set(memory_bytes=MANY + sim.get("live_bytes"))  # of tests whose hipFree fails
     with device.alloc(MANY // 2), pytest.raises(DeviceMemoryError) as caught:
         device.alloc(MANY)
     assert "expected 1,048,576 bytes on the device, found 524,288 bytes free" in str(caught.value)
@@ -345,17 +346,17 @@ def test_a_lost_device_is_told_once_and_freed_quietly(sim: Control, code: int) -
 
 
 def test_the_first_error_is_the_one_that_is_told(sim: Control) -> None:
+    before = sim.get("live_allocations")
     with pytest.raises(KeyError, match="mine"), Device.open() as device:  # noqa: PT012
         device.alloc(64)
         sim.set(fail="hipFree:1:1")
         raise KeyError("mine")
-    assert sim.get("live_allocations") == 1, "the failed call did happen"
+    assert sim.get("live_allocations") == before + 1, "the failed call did happen"
 
 
 def test_closing_frees_the_rest_and_tells_what_failed(sim: Control) -> None:
     device = Device.open()
-    before = sim.live()
-    assert before.pop("allocations", 0) <= 1  # what the test above could not free
+    before = Counter(sim.live())
     for _ in range(3):
         device.alloc(64)
     stream = device.stream()
@@ -364,9 +365,7 @@ def test_closing_frees_the_rest_and_tells_what_failed(sim: Control) -> None:
     sim.set(fail="hipFree:1:1")
     with pytest.raises(HipCallError, match="hipFree failed"):
         device.close()
-    left = sim.live()
-    assert left.pop("allocations") <= 2
-    assert left == before
+    assert sim.live() == before + Counter(allocations=1)
     device.close()
     with pytest.raises(HipUsageError, match="hipMalloc on a device that was closed"):
         device.alloc(64)
