@@ -52,7 +52,7 @@ def load(self, tokens, report, **room):
     if MODE == "broken":
         raise ZeroDivisionError("a bug in loading")
     engine = ScriptedEngine(default=b"never-ending " * 300)
-    engine.delay_s = 0.02
+    engine.delay_s = 1.0 if MODE == "slow" else 0.02
     if MODE == "hasty":
         hastening(engine)
     return engine, {"kind": "cpu"}
@@ -445,7 +445,7 @@ def test_one_signal_lets_requests_end(start: Any, number: int, status: int) -> N
 
 
 def test_a_second_signal_ends_it_at_once(start: Any) -> None:
-    process = start("ready")
+    process = start("slow")  # so slow that the request cannot end by itself before
     process.await_line("ready after")
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(ask(process)))
