@@ -201,6 +201,11 @@ class Engine:
         """What the pager of routed experts counted; None where nothing is paged."""
         return None if self._cache is None else self._cache.counters()
 
+    def check_file(self) -> None:
+        """Raise ``ChangedError`` if what is still to be read can not be; from any thread."""
+        if self._cache is not None:
+            self._cache.check_file()
+
     def experts_view(self) -> ExpertsView:
         """What tokens have chosen so far, and what is in memory now; from any thread."""
         shape = self.config.num_hidden_layers, self.config.n_routed_experts

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -283,13 +284,14 @@ def _serve(
                 encoding=encoding,
                 about=loaded.about,
             )
-            server = Server(app, service)
+            server = Server(app, service, loaded.warn)
             server.run(sockets=[socket])
         except KeyboardInterrupt as stop:
             _leave(service, stop, forced=server is not None and server.forced)
             raise
         finally:
             service.close()
+            loaded.warn()
     if service.error is not None:
         raise service.error
 
@@ -307,6 +309,9 @@ class _Loaded:
     ) -> None:
         self.about: dict[str, str] = {"kv_type": loading.kv_type}
         self._loading = loading
+        self._notes: list[str] = []  # the model's own, which grow while it is served
+        self._warned = 0
+        self._lock = threading.Lock()
         self._max_context = max_context
         self._scheduling = scheduling
 
@@ -328,10 +333,17 @@ class _Loaded:
                 warm=True,
             )
         self.about["device"] = facts.get("name", facts["kind"])
-        warn_of(engine.notes)
+        self._notes = engine.notes
+        self.warn()
         if not loading.quiet:
             say(f"ready after {time.perf_counter() - began:.1f} s")
         return engine
+
+    def warn(self) -> None:
+        """Warn of the model's notes that came since the last call; any thread may call it."""
+        with self._lock:
+            known, self._warned = self._warned, len(self._notes)
+            warn_of(self._notes[: self._warned], known)
 
 
 def _scheduler(engine: Any, told: Callable[[], None], scheduling: Mapping[str, int]) -> Scheduler:

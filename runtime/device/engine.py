@@ -308,6 +308,11 @@ class HipEngine:
         """What the cache of routed experts counts; None where all are on the device."""
         return None if self._paging is None else self._paging.counters()
 
+    def check_file(self) -> None:
+        """Raise ``ChangedError`` if what is still to be read can not be; from any thread."""
+        if self._cache is not None:
+            self._cache.check_file()
+
     def experts_view(self) -> ExpertsView | None:
         """What to tell of routed experts; None where all are on the device, which tells nothing."""
         return None if self._paging is None else self._paging.view()

@@ -74,6 +74,7 @@ class ExpertCache:
         self._reader = reader
         self._tensors = source.tensors
         self._plan: Plan | None = None
+        self._files: ExpertReader | None = None
         self._stack = ExitStack()
         try:
             self._setup = Setup(reader, config, options, self._stack, notes)
@@ -172,6 +173,11 @@ class ExpertCache:
         self._warm(pager, plan.slots)
         return paging
 
+    def check_file(self) -> None:
+        """Raise ``ChangedError`` if experts can no longer be read: the file was written to."""
+        if self._files is not None:
+            self._files.check_unwritten()
+
     def drop_trace(self) -> None:
         """Leave no trace, of a run that failed; what stood at its place stays."""
         self._setup.drop_trace()
@@ -184,7 +190,7 @@ class ExpertCache:
 
     def _reading(self, plan: Plan, device: Device) -> tuple[DeviceTransport, Pager]:
         self._setup.record(self.catalogue, plan)
-        files = ExpertReader(
+        self._files = files = ExpertReader(
             self._reader,
             self.catalogue,
             digests=self._tensors.digests,

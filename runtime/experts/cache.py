@@ -50,6 +50,7 @@ class ExpertCache:
         self.store = store
         self.notes = opened.notes
         self._setup = opened.setup
+        self._files = opened.files
         self.plan = opened.plan
         self._memory = opened.memory
         self._shape = opened.config.num_hidden_layers, opened.config.n_routed_experts
@@ -96,6 +97,11 @@ class ExpertCache:
         found = np.zeros(self._shape, np.bool_)
         found[:, self._setup.ownership.owned] = True
         return found
+
+    def check_file(self) -> None:
+        """Raise ``ChangedError`` if experts can no longer be read: the file was written to."""
+        if self._files is not None:
+            self._files.check_unwritten()
 
     def drop_trace(self) -> None:
         """Leave no trace, of a run that failed; what stood at its place stays."""
@@ -191,6 +197,7 @@ class _Opening:
         self.setup = Setup(reader, config, options, stack, notes)
         self.notes = notes
         self.plan: Plan | None = None
+        self.files: ExpertReader | None = None
         self.memory: dict[str, int] = {}
         self.catalogue = Catalogue(config, source, path=reader.path, bind=False)
 
@@ -243,7 +250,7 @@ class _Opening:
         catalogue.bind(self.source)
         self.laps.lap("tables")
         slots = HostSlots(catalogue.geometry, plan.counts)
-        files = ExpertReader(
+        self.files = files = ExpertReader(
             self.reader,
             catalogue,
             digests=self.source.digests,

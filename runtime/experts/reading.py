@@ -239,6 +239,12 @@ class ExpertReader:
                 },
             }
 
+    def check_unwritten(self) -> None:
+        """Raise ``ChangedError`` if the file was written to: no expert can be read any more."""
+        with self._lock:  # so that ``close`` waits
+            if not self._closed:
+                self._check_unwritten()
+
     def close(self) -> None:
         """Close the files and free the buffers: at once, or when the last read that runs ends."""
         with self._lock:

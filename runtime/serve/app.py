@@ -153,17 +153,21 @@ def _add_state(app: FastAPI, serving: Serving, about: Mapping[str, str]) -> None
         summary="Whether requests are answered",
         responses={
             200: {"model": documents.Health},
-            503: {"model": documents.Health, "description": "Loading, failed or shutting down."},
+            503: {
+                "model": documents.Health,
+                "description": "Loading, failed (error says why) or shutting down.",
+            },
         },
     )
-    async def health() -> Response:
+    def health() -> Response:  # in a thread: it may wait for the file system
         done, total = service.progress
+        state, error = service.condition()
         told: Object = {
-            "status": service.state,
+            "status": state,
             "progress": {"done": done, "total": total},
-            "error": None if service.error is None else str(service.error),
+            "error": None if error is None else Refusal.of(error).message,
         }
-        if service.state == "ready":
+        if state == "ready":
             return JsonResponse(told)
         return JsonResponse(told, 503, headers={"Retry-After": f"{LOADING_RETRY_S:.0f}"})
 

@@ -222,6 +222,7 @@ class Live(Document):
     """What the page shows, as of now."""
 
     state: Literal["loading", "ready", "failed", "draining"]
+    error: str | None
     progress: list[int]
     model: str
     uptime_s: float

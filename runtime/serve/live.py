@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ds4q.runtime.serve.metrics import PHASES
+from ds4q.runtime.serve.refusal import Refusal
 from ds4q.runtime.serve.respond import Object
 from ds4q.runtime.serve.serving import Serving
 
@@ -32,9 +33,11 @@ def live(serving: Serving, about: Mapping[str, str], began: float, *, with_map: 
     """
     service = serving.service
     scheduler, engine = service.scheduler, service.engine
+    state, error = service.condition()
     stats = None if scheduler is None else scheduler.stats()
     return {
-        "state": service.state,
+        "state": state,
+        "error": None if error is None else Refusal.of(error).message,
         "progress": list(service.progress),
         "model": serving.model_name,
         "uptime_s": round(time.monotonic() - began, 3),

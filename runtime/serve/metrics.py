@@ -97,8 +97,9 @@ class _Told:
     def collect(self) -> Iterator[Metric]:
         """All families, as they stand."""
         state = GaugeMetricFamily("ds4q_state", "1 for the state of the server.", labels=["state"])
+        now, _ = self._service.condition()
         for each in STATES:
-            state.add_metric([each], float(self._service.state == each))
+            state.add_metric([each], float(now == each))
         yield state
         done, total = self._service.progress
         yield _gauge("ds4q_load_bytes", "Bytes of the model that have been read.", done)

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -29,13 +30,16 @@ class Server(uvicorn.Server):
     Parameters
     ----------
     service : drained at the end; when it fails to load, the server ends
+    swept : called twice a second
 
     Attributes
     ----------
     forced : a second signal has come
     """
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, swept: Callable[[], None] = lambda: None
+    ) -> None:
         quiet = logging.getLogger("uvicorn")
         quiet.setLevel(
             logging.CRITICAL
@@ -55,6 +59,7 @@ class Server(uvicorn.Server):
             )
         )
         self._service = service
+        self._swept = swept
 
     @property
     def forced(self) -> bool:
@@ -75,6 +80,7 @@ class Server(uvicorn.Server):
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
+            self._swept()
             now = time.monotonic()
             for connection in list(self.server_state.connections):
                 if isinstance(connection, Protocol):

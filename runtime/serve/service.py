@@ -28,6 +28,9 @@ class ServedEngine(BatchEngine, Protocol):
     def experts_view(self) -> Any:
         """Which experts were chosen and are resident (``ExpertsView``); None where unknown."""
 
+    def check_file(self) -> None:
+        """Raise ``ChangedError`` if what is still to be read can not be; from any thread."""
+
     def close(self) -> None:
         """Free what it holds."""
 
@@ -83,6 +86,20 @@ class Service:
         self._lock = threading.Lock()  # of what follows from being given up while loading
         self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds4q-load", daemon=True)
+
+    def condition(self) -> tuple[ServiceState, Ds4qError | None]:
+        """Whether requests are answered, and what ails it; may wait for the file system.
+
+        It is ``state`` and ``error``, but "failed" also while it serves a paged model whose file
+        was written to. The server goes on: experts that are in memory still answer.
+        """
+        engine = self.engine
+        if self.state == "ready" and engine is not None:
+            try:
+                engine.check_file()
+            except (Ds4qError, OSError) as error:
+                return "failed", EngineError.of(error, "the model's file cannot be looked at")
+        return self.state, self.error
 
     def start(self) -> None:
         """Begin to load; returns at once."""

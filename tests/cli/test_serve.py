@@ -391,6 +391,28 @@ def test_a_host_that_is_none_is_told(artifact: Path) -> None:
         assert "other machines" not in line
 
 
+def test_what_comes_up_while_it_serves_is_a_warning_once(
+    tiny_artifact: Path, tmp_path: Path
+) -> None:
+    file = Path(shutil.copy(tiny_artifact, tmp_path / "m.hfq"))
+    words = ["serve", str(file), "--port", "0", "--threads", "1", "--expert-cache", "2MB"]
+    process = Process([sys.executable, "-m", "ds4q", *words])
+    try:
+        process.await_line("ready after")
+        (tmp_path / "new").write_bytes(b"another model")
+        (tmp_path / "new").replace(file)
+        assert ask(process).json()["choices"][0]["message"]["content"] == "kv_cache_block_17"
+        process.await_line("the path now leads to another file")
+        assert ask(process, max_tokens=2).status_code == 200
+        assert httpx.get(f"{process.url}/health", timeout=PATIENCE_S).status_code == 200
+        assert process.end(signal.SIGTERM) == 143
+    finally:
+        process.close()
+    warned = [line for line in process.said if line.startswith("ds4q: warning: ")]
+    assert len([line for line in warned if "the path now leads to another file" in line]) == 1
+    assert len([line for line in warned if "no receipt" in line]) == 1
+
+
 # --- the life of a process -----------------------------------------------------------------------
 
 

@@ -86,6 +86,7 @@ class ScriptedEngine:
         self.fails: Callable[[list[int]], BaseException | None] = lambda ids: None
         self.forwards: list[list[tuple[int, list[int]]]] = []
         self.closed = False
+        self.damage: Exception | None = None  # of the file
         self._bytes_per_token = snapshot_bytes_per_token
         self._gate = threading.Condition()
         self._held = False
@@ -174,6 +175,10 @@ class ScriptedEngine:
 
     def experts_view(self) -> None:
         return None
+
+    def check_file(self) -> None:
+        if self.damage is not None:
+            raise self.damage
 
     def close(self) -> None:
         self.closed = True
