@@ -21,6 +21,7 @@ from ds4q.artifact.formats import MixRow
 from ds4q.artifact.hfq import HEADER_BYTES, Reader
 from ds4q.artifact.metadata import seal
 from ds4q.artifact.tables import Table, mix_index_sha256, table_name
+from ds4q.hipkern.sim.control import Control
 from ds4q.runtime.engine import Engine
 from ds4q.runtime.errors import LogitsError
 from ds4q.runtime.experts.options import CacheOptions
@@ -79,6 +80,19 @@ def test_the_lossless_artifact_copies_all_in_three_ways(
     after_another, smallest_cache = asked[-13:-6], asked[-6:]
     assert after_another[1:] == smallest_cache
     assert after_another[0] == smallest_cache[-1], "another one goes before the first"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "hip"])
+def test_experts_may_be_paged_and_the_model_on_a_device(
+    device: str, lossless: Path, measure: Measure, sim: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity, "IDENTIFIERS", 2)
+    monkeypatch.setattr(fidelity, "LOOKS", ())
+    check = measure(Fidelity(lossless, expert_cache=3_000_000), lossless, device=device)
+    assert check.verdict == "ok"
+    assert (check.figures["exact"], check.figures["of"]) == (2, 2)
+    assert set(check.figures["repeats"].values()) == {2}
 
 
 def test_near_ties_and_what_the_reference_does_not_copy_are_set_apart(lossless: Path) -> None:
