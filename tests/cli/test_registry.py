@@ -189,9 +189,10 @@ def test_an_empty_name_of_a_registry_is_refused_for_what_it_is(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS4Q_REGISTRY_URL", "http://127.0.0.1:1/r.json")
-    for words in (["list"], ["verify"], ["add", file]):
-        assert "the name of the registry is empty" in refused(*words, "--registry", "")
-    assert "no URL to update the registry from" in refused("update", "--registry", "")
+    for words in (["list"], ["verify"], ["add", file], ["update"]):
+        result = registry(*words, "--registry", "")
+        assert (result.exit_code, result.stdout) == (2, ""), words
+        assert "Invalid value for '--registry': it is empty" in result.stderr
 
 
 def test_looking_never_opens_a_connection(added: Path, no_network: None) -> None:

@@ -78,7 +78,7 @@ def test_a_file_that_is_in_the_way_stays(tiny_artifact: Path, path: Path, paged:
 def test_a_trace_without_a_name_is_wrong_usage(tiny_artifact: Path) -> None:
     result = run(tiny_artifact, "--trace", "")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "Invalid value for --trace: no file is named" in result.stderr
+    assert "Invalid value for '--trace': it is empty" in result.stderr
 
 
 def test_a_trace_is_written_through_its_link(tiny_artifact: Path, path: Path) -> None:
