@@ -128,6 +128,16 @@ def test_an_interrupt_leaves_nothing(tiny_artifact: Path, tmp_path: Path) -> Non
     assert list(out.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize("size", ["240KB", "1MB", "auto"])
+def test_a_cache_changes_no_byte(size: str, tiny_artifact: Path, tmp_path: Path) -> None:
+    """Of a layer's 1.9 MB of experts two, half or all are in memory at a time."""
+    words = ["--text", TEXT, "--tokens", "300", "--window", "120", "-q"]
+    for name, cache in (("whole", []), ("paged", ["--expert-cache", size])):
+        result = run(tiny_artifact, *words, "-o", tmp_path / name, *cache)
+        assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "whole").read_bytes() == (tmp_path / "paged").read_bytes()
+
+
 def test_on_a_device(tiny_artifact: Path, tmp_path: Path, sim: Control) -> None:
     """The CPU's routing, and its means but for rounding; the same bytes each time."""
     made = {}
