@@ -112,6 +112,9 @@ def check_config(config: dict[str, Any], path: object, *, allow_partial: bool = 
     ConfigError : a missing key (model_type even if ``allow_partial``), or a value of a wrong kind
     """
     _check_family(config, path)
+    for key, (low, high) in (_WHOLE | _DSPARK_WHOLE).items():  # first: others are made of these
+        if key in config:
+            _whole(key, config[key], low, high, path)
     rope, lacking = read_rope(config, path)
     lacking += _check_fp8(config, path)
     required = {*_WHOLE, *_REAL, *_TOKENS, *_FIXED, "compress_ratios"}
@@ -121,9 +124,6 @@ def check_config(config: dict[str, Any], path: object, *, allow_partial: bool = 
     lacking.sort()
     if lacking and not allow_partial:
         _refuse_lacking(lacking, path)
-    for key, (low, high) in (_WHOLE | _DSPARK_WHOLE).items():
-        if key in config:
-            _whole(key, config[key], low, high, path)
     for key, bounds in _REAL.items():
         if key in config:
             _real(key, config[key], bounds, path)

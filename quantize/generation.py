@@ -6,6 +6,7 @@ it, ``do_sample: false`` is greedy decoding whatever the temperature is.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -79,8 +80,8 @@ def sampling(
     """
     found: dict[str, float] = {}
     for key, expected, least, most in (
-        ("temperature", "a number from 0 on", 0.0, sys.float_info.max),
-        ("top_p", "a number above 0, at most 1", sys.float_info.min, 1.0),
+        ("temperature", "a number from 0 on", 0, sys.float_info.max),
+        ("top_p", "a number above 0, at most 1", math.ulp(0), 1),
     ):
         value = None if key in given else generation.get(key)
         number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -124,13 +124,14 @@ def _parse(path: Path) -> dict[str, Any]:
         raise RecipeError("no such file", path=path)
     try:
         document = tomllib.loads(raw.decode("utf-8"))
+        repr(document)  # TOML's 0xfff... has more digits than a message could quote
     except UnicodeDecodeError as error:
         raise RecipeError("not UTF-8", path=path, found=f"byte {error.start}") from None
     except RecursionError:
         raise RecipeError("nested too deeply", path=path) from None
     except tomllib.TOMLDecodeError as error:
         raise RecipeError("not TOML", path=path, found=str(error)) from None
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # a number of more digits than Python reads or writes
         raise RecipeError("not usable TOML", path=path, found=str(error)) from None
     _known(document, _TOP_KEYS, path, "the recipe")
     for key in ("description", "name", "variant_107"):

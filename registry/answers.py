@@ -117,6 +117,16 @@ class Response(http.client.HTTPResponse):
         whole: Any = self.fp
         self.fp = io.BufferedReader(_Limited(whole.detach(), sock, limits))
 
+    def read1(self, n: int = -1) -> bytes:
+        """As the library does it, which takes a chunk of negative length for a piece of any."""
+        try:
+            data = super().read1(n)
+        except OverflowError:
+            data = None
+        if data is None or (isinstance(self.chunk_left, int) and self.chunk_left < 0):
+            raise http.client.HTTPException("the length of a chunk is negative")
+        return data
+
     def begin(self) -> None:
         inner = self.fp
         clean: Any = _CleanLines(inner)

@@ -243,23 +243,27 @@ def check_prompt(ids: Sequence[int], vocab_size: int) -> None:
             )
 
 
-def stop_ids(metadata: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozenset[int]:
+def stop_ids(
+    metadata: Mapping[str, Any], tokenizer: Tokenizer | None, path: object = None
+) -> frozenset[int]:
     """Tokens that end a generation: end of sequence, and what only a prompt may hold.
 
     ``eos_token_id`` of generation_config.json (one id or a list), else of config.json, else 1; and
-    BOS, User and Assistant by their text, where there is a tokenizer that has them.
+    BOS, User and Assistant by their text, where there is a tokenizer that has them. ``path`` is the
+    file that errors name.
     """
     found: Any = None
     for key in ("generation_config", "config"):
-        found = metadata_object(metadata, key).get("eos_token_id")
+        found = metadata_object(metadata, key, path).get("eos_token_id")
         if found is not None:
             break
     ids = [DEFAULT_EOS] if found is None else found if isinstance(found, list) else [found]
-    vocab = metadata_object(metadata, "config").get("vocab_size")
+    vocab = metadata_object(metadata, "config", path).get("vocab_size")
     below = vocab if type(vocab) is int else math.inf
     if any(type(token) is not int or not 0 <= token < below for token in ids):
         raise ConfigError(
             f"{key} key eos_token_id",
+            path=path,
             expected=f"a token id below {below}, or a list of them",
             found=repr(found)[:80],
         )
@@ -268,14 +272,19 @@ def stop_ids(metadata: Mapping[str, Any], tokenizer: Tokenizer | None) -> frozen
     return frozenset([*ids, *openers])
 
 
-def metadata_object(metadata: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def metadata_object(
+    metadata: Mapping[str, Any], key: str, path: object = None
+) -> Mapping[str, Any]:
     """A JSON object of the artifact's metadata; empty where it is absent or null."""
     value = metadata.get(key)
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"metadata key {key}", expected="a JSON object", found=type(value).__name__
+            f"metadata key {key}",
+            path=path,
+            expected="a JSON object",
+            found=type(value).__name__,
         )
     return value
 

@@ -36,6 +36,7 @@ from ds4q.artifact.receipt import read_receipt, receipt_path
 from ds4q.artifact.report import Check
 from ds4q.cli import main
 from ds4q.quantize.checkpoint import Checkpoint
+from ds4q.quantize.config import check_generation
 from ds4q.quantize.grid import ExpertDims
 from ds4q.quantize.imatrix import read_imatrix
 from ds4q.quantize.inventory import check_inventory
@@ -72,10 +73,11 @@ MOST_GROWTH_KIB = 400 << 10
 ODD = [
     b"0", b"-1", b"1e400", b"NaN", b"null", b"true", b"[]", b"{}", b'""', b"1.5",
     b"18446744073709551616", b"2147483647", b'"\\ud800"', b"[" * 400,
+    b"1" + b"0" * 400, b"-1" + b"0" * 400, b"1" * 5000, b"0x" + b"f" * 5000,
 ]  # fmt: skip
 ODD_VALUES: list[Any] = [
-    None, True, 0, -1, 1.5, 1e308, 2**31, 2**63, "", "\ud83d", "\0", "x" * 5000, [], {}, [[]],
-    {"a": {}}, ["a"] * 50, "user", "tool", "function", "auto",
+    None, True, 0, -1, 1.5, 1e308, 2**31, 2**63, 10**400, "", "\ud83d", "\0", "x" * 5000, [], {},
+    [[]], {"a": {}}, ["a"] * 50, "user", "tool", "function", "auto",
 ]  # fmt: skip
 _VALUE = re.compile(rb'-?\d+(?:\.\d+)?|"[^"\\]{0,40}"|true|false|null')
 
@@ -202,17 +204,16 @@ def _in_model(path: Path) -> None:
         Checkpoint.open(path.parent, allow_partial=True).close()
 
 
-def _config(path: Path) -> None:
-    try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return
-    if isinstance(document, dict):
-        parse_config(document, path=path)
+def _object(judge: Callable[[dict[str, Any], Path], object]) -> Callable[[Path], None]:
+    def read(path: Path) -> None:
+        try:
+            document = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            return  # what is not JSON never reaches a judge
+        if isinstance(document, dict):
+            judge(document, path)
 
-
-def _imatrix(path: Path) -> None:
-    read_imatrix(path, dims=None, fingerprint=None)
+    return read
 
 
 def _plan_report(path: Path) -> None:
@@ -364,6 +365,9 @@ def kinds(tmp_path_factory: pytest.TempPathFactory, app: App) -> dict[str, Kind]
     def recipe(path: Path) -> None:
         load_recipe(path, dims)
 
+    def imatrix(path: Path) -> None:
+        read_imatrix(path, dims=None, fingerprint=None)
+
     identity = read_trace(trace).header.model
 
     def profile(path: Path) -> None:
@@ -385,6 +389,8 @@ def kinds(tmp_path_factory: pytest.TempPathFactory, app: App) -> dict[str, Kind]
     def requested(path: Path) -> None:
         app.request(path.read_bytes())
 
+    config = _object(lambda found, path: parse_config(found, path=path))
+    generation = _object(lambda found, path: check_generation(found, {"vocab_size": 512}, path))
     registry = (DATA.parents[1] / "registry" / "registry.json").read_bytes()
     return {
         "hfq": Kind(mix.read_bytes()[: 1 << 17], _artifact),
@@ -403,12 +409,15 @@ def kinds(tmp_path_factory: pytest.TempPathFactory, app: App) -> dict[str, Kind]
         "config": Kind(
             (TINY / "config.json").read_bytes(), _in_model, name="config.json", mutate=mutate_json
         ),
-        "config-parsed": Kind((TINY / "config.json").read_bytes(), _config, mutate=mutate_json),
+        "config-parsed": Kind((TINY / "config.json").read_bytes(), config, mutate=mutate_json),
+        "generation": Kind(
+            (TINY / "generation_config.json").read_bytes(), generation, mutate=mutate_json
+        ),
         "tokenizer": Kind((TINY / "tokenizer.json").read_bytes(), tokenizer, mutate=mutate_json),
         "recipe": Kind((folder / "budget.hfq.plan.toml").read_bytes(), recipe),
-        "imatrix-own": Kind(imatrices.own(imatrices.tensors()), _imatrix),
-        "imatrix-gguf": Kind(imatrices.gguf(imatrices.gguf_tensors()), _imatrix),
-        "imatrix-legacy": Kind(imatrices.legacy(legacy), _imatrix),
+        "imatrix-own": Kind(imatrices.own(imatrices.tensors()), imatrix),
+        "imatrix-gguf": Kind(imatrices.gguf(imatrices.gguf_tensors()), imatrix),
+        "imatrix-legacy": Kind(imatrices.legacy(legacy), imatrix),
         "trace": Kind(trace.read_bytes(), read_trace),
         "profile": Kind((folder / "profile").read_bytes(), profile),
         "adapter": Kind((folder / "adapter").read_bytes(), read_adapter),
@@ -436,10 +445,10 @@ def kinds(tmp_path_factory: pytest.TempPathFactory, app: App) -> dict[str, Kind]
 
 NAMES = [
     "hfq", "hfq-foreign", "receipt", "receipt-text", "journal", "journal-text", "safetensors",
-    "index", "config", "config-parsed", "tokenizer", "recipe", "imatrix-own", "imatrix-gguf",
-    "imatrix-legacy", "trace", "profile", "adapter", "baseline", "prompts", "registry",
-    "plan-report", "answer-range", "answer-chunked", "answer-redirect", "answer-busy", "answer-hub",
-    "answer-registry", "request-head", "request-chat", "request-completion",
+    "index", "config", "config-parsed", "generation", "tokenizer", "recipe", "imatrix-own",
+    "imatrix-gguf", "imatrix-legacy", "trace", "profile", "adapter", "baseline", "prompts",
+    "registry", "plan-report", "answer-range", "answer-chunked", "answer-redirect", "answer-busy",
+    "answer-hub", "answer-registry", "request-head", "request-chat", "request-completion",
 ]  # fmt: skip
 NAMED = (Ds4qError, OSError, TryAgain, Refusal)
 

@@ -192,7 +192,7 @@ def command(
     # What the metadata alone can refuse is refused before the weights are read.
     metadata = loading.metadata()
     tokenizer = Tokenizer.from_metadata(metadata, path=file)
-    stops = stop_ids(metadata, tokenizer)
+    stops = stop_ids(metadata, tokenizer, file)
     sampler = _sampler(file, metadata, temp, top_p, seed)
     drawn = (sampler.temperature, sampler.top_p, sampler.seed)
     manner = Manner(max_tokens, *drawn, stops, ignore_eos)
@@ -361,7 +361,7 @@ def _sampler(
 
     asked = {"temperature": temp, "top_p": top_p}
     given = {key: value for key, value in asked.items() if value is not None}
-    generation = metadata_object(metadata, "generation_config")
+    generation = metadata_object(metadata, "generation_config", file)
     return Sampler(
         **sampling_defaults(generation, given=given, path=file) | given,
         seed=secrets.randbelow(DRAWN_SEEDS) if seed is None else seed,

@@ -249,7 +249,7 @@ def _serve(
     api_key: str | None,
     model_name: str,
 ) -> None:
-    from ds4q.runtime.errors import PromptError
+    from ds4q.runtime.errors import PromptError, RunError
     from ds4q.runtime.serve.listening import listen, url
     from ds4q.runtime.serve.service import Service
     from ds4q.runtime.text.tokenizer import Tokenizer
@@ -274,16 +274,19 @@ def _serve(
             from ds4q.runtime.serve.app import make_app
             from ds4q.runtime.serve.server import Server
 
-            app = make_app(
-                service,
-                model_name=model_name,
-                tokenizer=tokenizer,
-                metadata=metadata,
-                limits=limits,
-                api_key=api_key,
-                encoding=encoding,
-                about=loaded.about,
-            )
+            try:
+                app = make_app(
+                    service,
+                    model_name=model_name,
+                    tokenizer=tokenizer,
+                    metadata=metadata,
+                    limits=limits,
+                    api_key=api_key,
+                    encoding=encoding,
+                    about=loaded.about,
+                )
+            except RunError as error:  # of the metadata
+                raise error.located(path=loading.file) from None
             server = Server(app, service, loaded.warn)
             server.run(sockets=[socket])
         except KeyboardInterrupt as stop:

@@ -105,7 +105,7 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._limits.body_bytes:
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._limits.body_bytes):
             return too_large(self._limits)
         return None
 

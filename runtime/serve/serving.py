@@ -74,7 +74,7 @@ class Serving:
         self.encoding = encoding
         self.created = int(time.time())
         generation = metadata_object(metadata, "generation_config")
-        self.sampling = sampling_defaults(generation, path=model_name)
+        self.sampling = sampling_defaults(generation)
         self.stop_ids = stop_ids(metadata, tokenizer)
         self.metrics = Metrics(service)
 

@@ -435,6 +435,10 @@ def test_an_option_wins_over_a_setting_that_cannot_be(
         assert "--temp, --top-p" in result.stderr
     answer(EOS)
     assert run(file, "-p", "hi", "--temp", "0", "--top-p", "1").exit_code == 0
+    metadata["generation_config"]["eos_token_id"] = 10**400
+    write_artifact(Path(file), metadata)
+    says = f"ds4q: error: {file}: generation_config key eos_token_id: expected a token id below"
+    assert says in run(file, "-p", "hi", "--temp", "0", "--top-p", "1").stderr
 
 
 def test_each_run_draws_its_own_seed(artifact: str, answer: Answer) -> None:

@@ -363,6 +363,9 @@ def test_files_that_cannot_be_served_are_told(tmp_path: Path, artifact: Path) ->
     assert "No such file" in failing(str(tmp_path / "none.hfq"), "--port", "0")
     bare = write_artifact(tmp_path / "bare.hfq", metadata() | {"tokenizer": "{}"})
     assert "no tokenizer" in failing(str(bare), "--port", "0")
+    for key, value in (("temperature", "x"), ("top_p", 10**400), ("eos_token_id", -1)):
+        odd = write_artifact(bare, metadata() | {"generation_config": {key: value}})
+        assert f"ds4q: error: {odd}: generation_config" in failing(str(odd), "--port", "0")
     assert str(artifact) in failing(str(artifact), "--port", "0")  # it has no tensors
 
 

@@ -327,6 +327,13 @@ def test_spellings_that_disagree(parameters: dict[str, Any], says: str) -> None:
         check_config(FLASH | {"rope_parameters": parameters}, "c")
 
 
+def test_sizes_are_held_to_their_bounds_before_one_is_divided_by_another() -> None:
+    scaling = {"type": "yarn", "partial_rotary_factor": 0.125} | YARN
+    config = FLASH | {"rope_scaling": scaling, "qk_rope_head_dim": 10**400, "head_dim": 1}
+    with pytest.raises(ConfigError, match="qk_rope_head_dim: expected a whole number"):
+        check_config(config, "c")
+
+
 @pytest.mark.parametrize(
     ("extra", "says"),
     [

@@ -224,6 +224,10 @@ REFUSED = {
     "very large range": (RULE + 'type = "rocmfp3"\nlayers = "0-999999999"', ["layers out of"]),
     "reversed range": (RULE + 'type = "rocmfp3"\nlayers = "3-1"', ["not a list of ids", "3-1"]),
     "negative": (RULE + 'type = "rocmfp3"\nlayers = -1', ["rule 1: layers is not a list of ids"]),
+    "more digits than Python writes": (
+        RULE + f'type = "rocmfp3"\nlayers = 0x{"f" * 5000}',
+        ["not usable TOML", "4300 digits"],
+    ),
     "words as ids": (RULE + 'type = "rocmfp3"\nexperts = "all"', ["not a list of ids"]),
     "real as id": (RULE + 'type = "rocmfp3"\nexperts = 1.5', ["not a list of ids"]),
     "truth as id": (RULE + 'type = "rocmfp3"\nexperts = true', ["not a list of ids"]),

@@ -70,6 +70,11 @@ def check_given_up(answer: Callable[[], Iterator[bytes]], says: str) -> None:
         lane.reset()
 
 
+@pytest.mark.parametrize("size", [b"-5", b"-" + b"f" * 400])
+def test_an_impossible_length_of_a_chunk_is_another_try(size: bytes) -> None:
+    check_given_up(lambda: iter([CHUNKED, size + b"\r\nhello\r\n"]), "length of a chunk")
+
+
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("name", DRIPPING)
 def test_an_answer_that_drips_holds_no_lane(name: str) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from ds4q.runtime.serve.documents import ErrorDocument
 from ds4q.runtime.serve.limits import Limits
+from ds4q.runtime.serve.refusal import Refusal
 from tests.runtime.serve.served import PATIENCE_S, Served, one_answer, serving
+from tests.wired import wired_app
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -450,6 +452,12 @@ def test_whoever_sends_a_body_that_is_too_large_reads_the_refusal(served: Served
         )
         connection.sendall(bytes(size))
         assert parsed(one_answer(connection))[0] == 413
+
+
+def test_a_length_of_more_digits_than_python_reads_is_too_large() -> None:
+    with wired_app() as app, pytest.raises(Refusal) as caught:
+        app.request(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + b"1" * 5000)
+    assert caught.value.status == 413
 
 
 def test_a_body_without_a_length_is_refused_where_it_is_too_large(served: Served) -> None:
