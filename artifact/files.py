@@ -224,14 +224,14 @@ def write_whole(
     data: str | bytes,
     *,
     mode: int | None = None,
-    replace: bool | Callable[[Path], bool] = True,
+    replace: bool | Callable[[Path], bool],
 ) -> None:
     """Put ``data`` (text as UTF-8) at ``path`` atomically and durably.
 
     Parameters
     ----------
     mode : permissions of the file; None keeps those of a file that is replaced, else 0o644
-    replace : see ``publish``
+    replace : see ``publish``; it has no default, since True may lose a file of the user's
 
     Raises
     ------

@@ -27,7 +27,7 @@ def publish(path: Path, data: bytes) -> None:
     """Put ``data`` at ``path`` whole, or not at all, with the mode that the umask allows."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data, mode=0o666)
+        write_whole(path, data, mode=0o666, replace=True)  # in a folder of ds4q's own
     except OSError as error:
         raise _not_kept(error, path.parent) from None
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.check import check_structure, own_metadata
-from ds4q.artifact.files import fsync_folder, unless_changed, write_whole
+from ds4q.artifact.files import AppearedError, fsync_folder, unless_changed, write_whole
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.locks import FileLock
 from ds4q.artifact.places import broken_link, to_json
@@ -202,8 +202,7 @@ def add(
                 "; ".join(map(str, problems)), path=local, remedy="mend the document first"
             )
         if was != entry and not dry_run:
-            write_whole(place, text, replace=may_replace)
-            fsync_folder(place.parent)
+            _put(place, text, may_replace)
     before = was or {}
     changed = sorted(k for k in {*entry, *before} if entry.get(k) != before.get(k))
     return Added(wish.tag, entry, local, was, tuple(changed), tuple(described.warnings))
@@ -215,13 +214,24 @@ def forget(local: Path, tag: str) -> bool:
     with _locked(place):
         may_replace = unless_changed(place)
         was, document = _after(place, tag, None)
-        if was is not None:
-            if document["models"]:
-                write_whole(place, canonical(document), replace=may_replace)
-            else:
-                place.unlink()  # a document holds one entry or more
-            fsync_folder(place.parent)
+        if was is not None:  # a document holds one entry or more
+            _put(place, canonical(document) if document["models"] else None, may_replace)
     return was is not None
+
+
+def _put(place: Path, text: str | None, may_replace: Callable[[Path], bool]) -> None:
+    """Write a document, or remove it, unless it was edited since ``may_replace``."""
+    try:
+        if text is not None:
+            write_whole(place, text, replace=may_replace)
+        elif may_replace(place):
+            place.unlink()
+        else:
+            raise AppearedError
+    except AppearedError:
+        what = "the registry was edited meanwhile; it was kept as it is"
+        raise AppearedError(what, path=place, remedy="run the command again") from None
+    fsync_folder(place.parent)
 
 
 def _describe(

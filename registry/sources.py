@@ -162,4 +162,4 @@ def keep_copy(url: str, document: dict[str, Any]) -> None:
         "url_sha256": _digest(url),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, canonical(kept), mode=0o600)
+    write_whole(path, canonical(kept), mode=0o600, replace=True)  # in a folder of ds4q's own

@@ -134,14 +134,14 @@ def test_a_device_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_text_is_written_whole(tmp_path: Path) -> None:
     target = tmp_path / "r.json"
-    write_whole(target, "ü")
+    write_whole(target, "ü", replace=True)
     assert target.read_text("utf-8") == "ü"
     assert target.stat().st_mode & 0o777 == 0o644
     target.chmod(0o640)
-    write_whole(target, b"new")
+    write_whole(target, b"new", replace=True)
     assert target.read_bytes() == b"new"
     assert target.stat().st_mode & 0o777 == 0o640
-    write_whole(target, "secret", mode=0o600)
+    write_whole(target, "secret", mode=0o600, replace=True)
     assert target.stat().st_mode & 0o777 == 0o600
     assert names(tmp_path) == ["r.json"]
 
@@ -198,14 +198,14 @@ def test_a_file_that_cannot_be_created_leaves_nothing(
 
 
 def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path) -> None:
-    write_whole(tmp_path / ("x" * 255), "text")
+    write_whole(tmp_path / ("x" * 255), "text", replace=True)
     assert names(tmp_path) == ["x" * 255]
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"mine")
     (tmp_path / "link").symlink_to("there")
-    write_whole(tmp_path / "link", "text")
+    write_whole(tmp_path / "link", "text", replace=True)
     assert (tmp_path / "there").read_bytes() == b"mine"
     assert (tmp_path / "link").stat().st_mode & 0o777 == 0o644
 
@@ -221,7 +221,7 @@ def test_a_full_disk_leaves_the_old_text_and_nothing_else(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(target, "new")
+        write_whole(target, "new", replace=True)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.json", "old")]
 
 
@@ -353,6 +353,12 @@ def test_write_whole_keeps_what_appears_while_it_writes(
     assert target.read_bytes() == b"new"
     check_refused(AppearedError, lambda: write_whole(target, "newer", replace=may_replace))
     assert names(tmp_path) == ["x"]
+
+
+def test_a_caller_says_whether_a_file_may_be_replaced(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="replace"):
+        write_whole(tmp_path / "x", "text")  # type: ignore[call-arg]
+    assert not names(tmp_path)
 
 
 def test_the_error_names_the_file_and_a_remedy(tmp_path: Path) -> None:

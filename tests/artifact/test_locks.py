@@ -141,7 +141,7 @@ def test_what_a_file_system_lacks_ends_nothing(
     path = tmp_path / "a"
     path.write_text("before")
     monkeypatch.setattr(os, "fchmod", failing(errno.EPERM))
-    files.write_whole(path, "after")
+    files.write_whole(path, "after", replace=True)
     assert path.read_text() == "after"
     monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))
     fsync_folder(tmp_path)

@@ -117,6 +117,23 @@ def test_a_document_that_was_edited_meanwhile_is_kept(
     assert local.read_text().rstrip() == before.rstrip()
 
 
+def test_a_document_that_was_edited_meanwhile_outlives_its_last_tag(
+    file: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added(local, file, Wish("mini:a"))
+    after = module._after
+
+    def edited(*arguments: Any) -> Any:
+        found = after(*arguments)
+        local.write_text(local.read_text() + "\n")
+        return found
+
+    monkeypatch.setattr(module, "_after", edited)
+    says = ["edited meanwhile", "run the command again"]
+    check_refused(AppearedError, lambda: forget(local, "mini:a"), path=local, says=says)
+    assert "mini:a" in local.read_text()
+
+
 def test_again_changes_nothing(file: Path, local: Path) -> None:
     added(local, file)
     before = local.read_bytes(), local.stat().st_mtime_ns
