@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from ds4q.artifact.errors import (
     UnknownTensorError,
     VersionError,
 )
-from ds4q.artifact.files import advise
+from ds4q.artifact.files import NotRegularError, advise, open_regular
 from ds4q.artifact.hfq2 import OFFSET_UNIT, read_tail
 from ds4q.artifact.metadata import (
     any_metadata_digest,
@@ -162,17 +161,13 @@ class Reader:
         self.base = base
         self.warnings: list[str] = []
         self.strict_warnings: list[str] = []
-        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._fd = open_regular(self.path)
+        except NotRegularError as error:
+            raise MagicError(path=self.path, found=error.found or error.rule) from None
         try:
             self.opened = OpenedFile(self._fd, self.path)
-            status = self.opened.status
-            if not stat.S_ISREG(status.st_mode):
-                folder = stat.S_ISDIR(status.st_mode)
-                raise MagicError(
-                    path=self.path, found="a folder" if folder else "not a regular file"
-                )
-            self.file_bytes = status.st_size
+            self.file_bytes = self.opened.status.st_size
             self._open()
         except BaseException:
             os.close(self._fd)

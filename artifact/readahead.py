@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from ds4q.artifact.files import advise
+from ds4q.artifact.files import NotRegularError, advise, open_regular
 
 WITHIN_BYTES = 16 << 20  # of the item being read
 PRIME_BYTES = 256 << 20  # of each file, about what a disk reads while Python starts
@@ -31,8 +31,8 @@ def prime(paths: Iterable[Path]) -> None:
     anything. A file that cannot be opened is left to whoever reads it to complain about.
     """
     for path in paths:
-        with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with suppress(OSError, NotRegularError):
+            fd = open_regular(path)
             try:
                 advise(fd, 0, PRIME_BYTES)
             finally:

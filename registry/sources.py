@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4q.artifact.errors import Ds4qError
-from ds4q.artifact.files import write_whole
+from ds4q.artifact.files import NotRegularError, read_head, write_whole
 from ds4q.artifact.places import expanded, home_folder
 from ds4q.registry.document import read_whole
 from ds4q.registry.errors import RefusedError, SourceError, TransferError
@@ -72,11 +72,12 @@ def read_file(origin: str) -> bytes:
     SourceError : another kind of URL, an empty name, or no regular file there
     OSError : it cannot be read
     """
-    path = _path_of(origin)
-    if "\0" in str(path) or (path.exists() and not path.is_file()):  # a named pipe would hang
-        raise SourceError("not a regular file", path=words_for(origin))
-    with open(path, "rb") as file:
-        return file.read(MAX_DOCUMENT_BYTES + 1)
+    try:
+        return read_head(_path_of(origin), MAX_DOCUMENT_BYTES + 1)
+    except NotRegularError as error:
+        raise SourceError(error.rule, path=words_for(origin), found=error.found) from None
+    except ValueError:  # a NUL
+        raise SourceError("not a file name", path=words_for(origin)) from None
 
 
 def _path_of(origin: str) -> Path:

@@ -37,12 +37,11 @@ import xxhash
 
 from ds4q.artifact.errors import MetadataError
 from ds4q.artifact.fastpath import FastPath, jit
-from ds4q.artifact.files import beginning
+from ds4q.artifact.files import beginning, open_regular
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.config import ModelConfig
 from ds4q.runtime.errors import AdapterError
 from ds4q.runtime.experts.header import Identity
-from ds4q.runtime.experts.regular import open_regular
 
 F32 = npt.NDArray[np.float32]
 
@@ -242,7 +241,7 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
         damaged, or of numbers that are not finite. Counts are checked against the file's length
         before anything is allocated.
     """
-    with open_regular(path, AdapterError, "an expert predictor") as file:
+    with open(open_regular(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         version, n, d, e, rank = _read_head(file, path)
         about_raw = _read_about(file, nbytes, path) if version > 1 else b""

@@ -14,11 +14,10 @@ import numpy as np
 import xxhash
 
 from ds4q.artifact.errors import MetadataError
-from ds4q.artifact.files import beginning
+from ds4q.artifact.files import beginning, read_small
 from ds4q.artifact.metadata import canonical, parse_metadata
 from ds4q.runtime.errors import ProfileError, TraceError
 from ds4q.runtime.experts.header import Identity
-from ds4q.runtime.experts.regular import open_regular
 from ds4q.runtime.experts.trace import Trace
 
 FORMAT = "ds4q.profile.v3"
@@ -142,12 +141,8 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def _parse(path: str | os.PathLike[str]) -> dict[str, Any]:
-    with open_regular(path, ProfileError, "a warm-start profile") as file:
-        if os.fstat(file.fileno()).st_size > MAX_PROFILE_BYTES:
-            raise ProfileError("not a warm-start profile", path=path)
-        raw = file.read()
     try:
-        return parse_metadata(raw, path)
+        return parse_metadata(read_small(path, MAX_PROFILE_BYTES), path)
     except MetadataError as error:
         raise ProfileError("not a warm-start profile", path=path, found=error.what) from None
 

@@ -21,11 +21,11 @@ import xxhash
 import zstandard
 
 from ds4q.artifact.check import own_metadata
+from ds4q.artifact.files import open_regular
 from ds4q.artifact.hfq import Reader
 from ds4q.artifact.newfile import NewFile
 from ds4q.runtime.errors import TraceError
 from ds4q.runtime.experts.header import Header, Identity, read_header
-from ds4q.runtime.experts.regular import open_regular
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 MAX_RECORD_BYTES = 256 << 20
@@ -260,12 +260,12 @@ class Trace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        with open_regular(self.path, TraceError, "a trace") as file:
+        with open(open_regular(self.path), "rb") as file:
             self.header = read_header(file, self.path)
             self._start = file.tell()
 
     def __iter__(self) -> Iterator[Record]:
-        with open_regular(self.path, TraceError, "a trace") as file:
+        with open(open_regular(self.path), "rb") as file:
             file.seek(self._start)
             yield from _Records(file, self.path, self.header)
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact.files import TooLongError, read_small
 from ds4q.runtime.errors import ConfigError, CorpusError
-from ds4q.runtime.experts.regular import open_regular
 from ds4q.runtime.text.pieces import BOS
 from ds4q.runtime.text.tokenizer import Tokenizer
 
@@ -50,7 +50,8 @@ def read_windows(
     Raises
     ------
     CorpusError : no tokens at all, not UTF-8, not a token id, no tokenizer for a text, a text that
-        is too large, or not a regular file
+        is too large
+    NotRegularError : a pipe, a device
     OSError : a file cannot be read
     """
     if window_tokens < 2:
@@ -102,16 +103,16 @@ def _read(path: Path, tokenizer: Tokenizer | None, vocab_size: int) -> I64:
 
 def _bytes(path: Path) -> bytes:
     """The whole file: a regular one, of a bounded size, since it is cut into tokens at once."""
-    with open_regular(path, CorpusError, "a text") as file:
-        raw = file.read(MAX_TEXT_BYTES + 1)
-    if len(raw) > MAX_TEXT_BYTES:
+    try:
+        return read_small(path, MAX_TEXT_BYTES)
+    except TooLongError as error:
         raise CorpusError(
             "the text is too large",
             path=path,
-            expected=f"at most {MAX_TEXT_BYTES:,} bytes",
+            expected=error.expected,
+            found=error.found,
             remedy="give a part of it, or several smaller files",
-        )
-    return raw
+        ) from None
 
 
 def _parse_ids(raw: bytes, path: Path) -> I64:

@@ -220,7 +220,7 @@ def test_folder_and_fifo_are_refused_without_waiting(tmp_path: Path) -> None:
     check_refused(MagicError, lambda: Reader(tmp_path), path=tmp_path, says=["a folder"])
     fifo = tmp_path / "fifo.hfq"
     os.mkfifo(fifo)
-    check_refused(MagicError, lambda: Reader(fifo), path=fifo, says=["not a regular file"])
+    check_refused(MagicError, lambda: Reader(fifo), path=fifo, says=["a named pipe"])
 
 
 def test_missing_file_is_an_os_error(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_a_trace_is_not_read_from_a_pipe(trace: Path, command: list[str], tmp_pa
     os.close(out)
     os.close(into)
     assert (result.exit_code, result.stdout) == (1, "")
-    says = f"/dev/fd/{out}: not a trace: not a regular file: found a named pipe; give a file\n"
+    says = f"/dev/fd/{out}: not a regular file: found a named pipe\n"
     assert result.stderr == f"ds4q: error: {says}"
     assert not (tmp_path / "x").exists()
 

@@ -338,7 +338,10 @@ def test_a_path_is_that_document_and_no_other(tmp_path: Path, home: Path) -> Non
         error = check_refused(SourceError, partial(load_registry, origin))
         assert error.path == origin
     check_refused(
-        SourceError, lambda: load_registry(str(home)), path=home, says=["not a regular file"]
+        SourceError,
+        lambda: load_registry(str(home)),
+        path=home,
+        says=["not a regular file", "a folder"],
     )
 
 
