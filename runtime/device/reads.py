@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ds4q.artifact.files import open_regular
 from ds4q.artifact.hfq import pread_all
 from ds4q.runtime.errors import PackedReadError
 
@@ -104,7 +105,7 @@ def read_jobs(
     with ExitStack() as stack:
         handles: SimpleQueue[int] = SimpleQueue()
         for _ in range(min(LANES, len(jobs))):
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if reopen is None else reopen()
+            handle = open_regular(path) if reopen is None else reopen()
             stack.callback(os.close, handle)
             handles.put(handle)
 
