@@ -146,6 +146,25 @@ def _joined(url: str, target: str) -> str:
     return joined
 
 
+def _proxy(scheme: str) -> SplitResult | None:
+    """The proxy that the environment names for ``scheme``; refused where it can be none."""
+    url = urllib.request.getproxies().get(scheme)
+    if not url:
+        return None
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme == "http" and parts.hostname and parts.port != 0:
+            return parts
+    except ValueError:  # brackets without an end, a port that is not a number or above 65535
+        pass
+    raise RefusedError(
+        f"only http proxies are supported: {scheme}_proxy of the environment cannot be used",
+        expected="http://HOST:PORT",
+        found=shown(url),
+        remedy="correct it, or unset it",
+    )
+
+
 def _origin(url: str) -> tuple[str, str, int]:
     parts = urlsplit(url)
     return parts.scheme, parts.hostname or "", parts.port or PORTS[parts.scheme]
@@ -251,16 +270,11 @@ class HttpLane:
         """A connection to the origin of ``url``, through the proxy that the environment names."""
         scheme, host, port = _origin(url)
         at, proxy_headers = (host, port), dict[str, str]()
-        proxy = (
-            None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
-        )
+        proxy = None if urllib.request.proxy_bypass(host) else _proxy(scheme)
         if proxy:
-            parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-            if parts.scheme != "http" or not parts.hostname:
-                raise RefusedError("only http proxies are supported", found=shown(proxy))
-            at = (parts.hostname, parts.port or PORTS["http"])
-            if parts.username is not None:
-                pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            at = (proxy.hostname or "", proxy.port or PORTS["http"])
+            if proxy.username is not None:
+                pair = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
                 coded = base64.b64encode(pair.encode()).decode("ascii")
                 proxy_headers = {"Proxy-Authorization": f"Basic {coded}"}
         connection: http.client.HTTPConnection

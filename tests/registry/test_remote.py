@@ -160,6 +160,17 @@ def test_a_proxy_is_given_its_credentials(server: Server, monkeypatch: pytest.Mo
     assert server.requests[0].headers["proxy-authorization"] == "Basic bWU6cGEgc3M="
 
 
+@pytest.mark.parametrize(
+    "proxy",
+    ["http://h:99999", "http://h:" + "1" * 5000, "http://[", "h:x", "socks5://h:1", "http://"],
+)
+def test_a_proxy_that_cannot_be_is_named(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setenv("no_proxy", "nowhere")
+    call = partial(read, "http://example.invalid/a.fp4", {})
+    check_refused(RefusedError, call, says=["http_proxy", "http://HOST:PORT"])
+
+
 def test_a_server_that_asks_for_time_is_heard(server: Server) -> None:
     server.fault = lambda request: Fault(status=429, headers=(("Retry-After", "7"),))
     with pytest.raises(TryAgain) as caught:
